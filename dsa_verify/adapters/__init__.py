@@ -1,0 +1,1 @@
+"""Adapters to code that this project does not own; every import of theirs is optional."""

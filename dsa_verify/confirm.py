@@ -1,0 +1,197 @@
+"""Confirm: replays a failing scenario from nothing, one round at a time, and says what is wrong and why.
+
+This is the slow twin of the fast run: it polls after every round and keeps what the oracle gave in the rounds before,
+which is what a diagnosis compares a wrong value with. It stops at the first round in which anything is wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from dsa_verify.diagnose import Evidence, Moment, diagnose_field, explain_guard
+from dsa_verify.errors import HarnessError
+from dsa_verify.findings import Diagnosis, Finding
+from dsa_verify.job import Job, remap_slots_of
+from dsa_verify.judge import Difference, Phase, Tally
+from dsa_verify.regions import Kind, Region
+from dsa_verify.replayer import Lane, Replayer, SubjectFault
+from dsa_verify.rounds import RoundTable
+from dsa_verify.scenario import POISONS, Round
+
+HISTORY_ROUNDS: Final = 32
+_FAULT_DIAGNOSES: Final = {
+    "wrong outputs": Diagnosis.WRONG_OUTPUTS,
+    "synchronises in capture": Diagnosis.SYNCHRONISES,
+    "allocates in replay": Diagnosis.ALLOCATES,
+}
+
+
+def confirm(job: Job, rounds: Sequence[Round]) -> list[Finding]:
+    """The findings of the first wrong round of `rounds`, without their cases; empty if all are right."""
+    slots = remap_slots_of(rounds)
+    table = job.table(rounds, slots)
+    history: deque[Moment] = deque(maxlen=HISTORY_ROUNDS)
+    found: list[Finding] = []
+    try:
+        replayer = job.open(len(rounds), slots, record=True)
+        capture = {bucket: _capture_moment(job, lane) for bucket, lane in replayer.lanes.items()}
+
+        def look(lane: Lane, row: int) -> bool:
+            moment = _moment(lane, table, row)
+            found.extend(_findings(job, replayer, lane, moment, list(history), capture[lane.bucket]))
+            history.append(moment)
+            return bool(found)
+
+        replayer.run(table, after_round=look)
+        if not found:
+            replayer.finish()
+            last = replayer.lanes[rounds[-1].bucket] if rounds else None
+            if last is not None:
+                found.extend(_findings(job, replayer, last, history[-1], list(history)[:-1], capture[last.bucket]))
+    except SubjectFault as fault:
+        return [fault_finding(job, fault)]
+    return found
+
+
+def fault_finding(job: Job, fault: SubjectFault) -> Finding:
+    """The finding that a failing (rather than wrong) subject is."""
+    return Finding(
+        system=job.system.name,
+        subject=job.label,
+        diagnosis=_FAULT_DIAGNOSES.get(fault.kind, Diagnosis.RAISES),
+        sentence=f"{fault.kind}: bucket {fault.bucket}: {fault}",
+        bucket=fault.bucket,
+        round=fault.round,
+        draft_tokens=job.geometry.draft_tokens,
+    )
+
+
+def flaky_finding(job: Job, tallies: Iterable[Tally], attempts: int) -> Finding:
+    """What is left to say when a difference did not show again."""
+    first = min((difference for tally in tallies for difference in tally.first), key=lambda d: d.round, default=None)
+    name = f"{first.region.kind.value} {first.region.name}" if first else "an address"
+    return Finding(
+        system=job.system.name,
+        subject=job.label,
+        diagnosis=Diagnosis.FLAKY,
+        sentence=(
+            f"flaky: {name} differed in round {first.round if first else '?'} and was right in {attempts} repeats of "
+            "the same rounds; suspect a race or a read of memory that nothing wrote"
+        ),
+        field=first.region.name if first else None,
+        round=first.round if first else None,
+        draft_tokens=job.geometry.draft_tokens,
+    )
+
+
+def _findings(
+    job: Job, replayer: Replayer, lane: Lane, moment: Moment, history: Sequence[Moment], capture: Moment
+) -> list[Finding]:
+    """What is wrong after this round, in reporting order."""
+    tallies = replayer.poll()
+    by_region: dict[tuple[Phase, int], list[tuple[int, Difference]]] = defaultdict(list)
+    counts: dict[int, int] = {}
+    for bucket, tally in tallies.items():
+        for region, count in tally.differing.items():
+            counts[id(region)] = count
+        for difference in tally.first:
+            by_region[(difference.phase, id(difference.region))].append((bucket, difference))
+    evidence = Evidence(layout=lane.layout, now=moment, earlier=history, capture=capture)
+    replaced = {change.field for change in replayer.address_changes}
+    findings = [
+        dataclasses.replace(
+            _base(job, change.bucket, change.round),
+            diagnosis=Diagnosis.BUFFER_REPLACED,
+            field=change.field,
+            sentence=(
+                f"buffer replaced: {change.field} of bucket {change.bucket}: {change.change} after capture; "
+                "the graph still writes the old one"
+            ),
+        )
+        for change in replayer.address_changes
+    ]
+    for entries in by_region.values():
+        bucket, first = entries[0]
+        if first.region.kind is Kind.FIELD and first.region.name in replaced:
+            continue
+        differences = [difference for _, difference in entries]
+        base = dataclasses.replace(_base(job, bucket, first.round), differing=counts.get(id(first.region), 0))
+        findings.append(_judged(base, evidence, differences))
+    return findings
+
+
+def _judged(base: Finding, evidence: Evidence, differences: Sequence[Difference]) -> Finding:
+    first = differences[0]
+    region: Region = first.region
+    place = None
+    if region.kind is Kind.ORACLE_GUARD:
+        raise HarnessError(f"the oracle wrote beyond its buffer {region.name}; no verdict can be drawn")
+    if region.kind is Kind.GUARD:
+        diagnosis, text = explain_guard(first, base.differing)
+        sentence = f"{diagnosis.value}: {text}"
+    elif region.kind is Kind.BEYOND:
+        diagnosis = Diagnosis.OTHER_BUCKET
+        row = evidence.layout[region.name].rows + first.row
+        sentence = (
+            f"{diagnosis.value}: bucket {base.bucket} wrote {region.name} row {row}, "
+            f"which belongs to wider buckets only ({base.differing} words)"
+        )
+    elif region.kind is Kind.INPUT:
+        diagnosis = Diagnosis.INPUT_OVERWRITTEN
+        sentence = (
+            f"{diagnosis.value}: {region.name}[{first.row}{f', {first.column}' if region.got.shape[1] > 2 else ''}] "
+            f"is {first.got} after the replay, it was {first.want}"
+        )
+    elif first.phase is Phase.BEFORE:
+        diagnosis = Diagnosis.OTHER_BUCKET
+        sentence = (
+            f"{diagnosis.value}: {region.name}[{first.row}, {first.column}] of bucket {base.bucket} was right when that "
+            f"bucket was replayed and is {first.got} (was {first.want}) after other buckets were"
+        )
+    else:
+        diagnosis, sentence, place = diagnose_field(evidence, differences)
+    return dataclasses.replace(
+        base,
+        diagnosis=diagnosis,
+        sentence=sentence,
+        field=region.name,
+        place=place,
+        got=first.got,
+        want=first.want,
+    )
+
+
+def _base(job: Job, bucket: int, round_: int) -> Finding:
+    return Finding(
+        system=job.system.name,
+        subject=job.label,
+        diagnosis=Diagnosis.WRONG_VALUE,
+        sentence="",
+        bucket=bucket,
+        round=round_,
+        draft_tokens=job.geometry.draft_tokens,
+    )
+
+
+def _moment(lane: Lane, table: RoundTable, row: int) -> Moment:
+    bucket = lane.bucket
+    return Moment(
+        round=row,
+        bucket=bucket,
+        seq_lens=tuple(table.seq_lens[row, :bucket].tolist()),
+        requests=tuple(table.requests[row, :bucket].tolist()),
+        row_request=tuple(table.row_request[row, : table.token_rows[row]].tolist()),
+        live_tokens=tuple(table.live_tokens[row, :bucket].tolist()),
+        token_rows=int(table.token_rows[row]),
+        poison=POISONS[int(table.poison[row])],
+        want={name: tensor.cpu().clone() for name, tensor in lane.oracle_buffers.items()},
+    )
+
+
+def _capture_moment(job: Job, lane: Lane) -> Moment:
+    """What was right for the inputs at capture: every row a pad row (contract 0.2)."""
+    idle = job.table([Round(bucket=lane.bucket, seq_lens=(), requests=())])
+    return dataclasses.replace(_moment(lane, idle, 0), round=-1, want=lane.at_capture)

@@ -1,0 +1,122 @@
+"""Field and Layout: what a metadata tensor must hold, as data.
+
+A `Field` says of one tensor which elements a consumer may read (live), what the others may hold (dead) and what a
+row stands for, so that the judge can compare it and the diagnosis can name the request, draft position and page.
+A `Layout` is the fields of one system at one batch bucket. Nothing here computes a value: the oracles do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from enum import Enum
+from typing import Final
+
+from dsa_verify.geometry import Geometry
+
+# Bytes of one element, by the dtype names of contract.md.
+DTYPE_BYTES: Final = {"int32": 4, "int64": 8}
+
+
+class Dead(Enum):
+    """What the elements that no consumer may read must hold after a replay."""
+
+    STALE = "stale"  # anything: a verifier must not compare them
+    PAD = "pad"  # exactly `Field.dead_value`
+    INTACT = "intact"  # exactly what they held before the replay
+
+
+class Row(Enum):
+    """What row (or element) r of a field stands for."""
+
+    REQUEST = "request"  # batch row r
+    TOKEN = "token"  # draft position r mod N of batch row r div N (ragged: by the running sum of extend lengths)
+    REQUEST_PREFIX = "request prefix"  # the sum over batch rows below r
+    TOKEN_PREFIX = "token prefix"  # the sum over token rows below r
+
+
+class Lifetime(Enum):
+    """When a field is written."""
+
+    CAPTURE = "capture"  # once, outside the graph; constant afterwards
+    REPLAY = "replay"  # in every round
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """One metadata tensor at one bucket.
+
+    `shape` is (rows,) or (rows, columns). `column_step` is 0 where every column is live, else column c is live iff
+    `c * column_step < live_tokens` of the row's request. `live_token_rows`: rows beyond this round's token total are
+    dead. `low`/`high`: the legal values are low <= v < high. `alias`: this field is a view of that field's buffer
+    (contract 1.1); it owns no memory. `shared`: one buffer serves all buckets, each seeing its first rows.
+    `section` is where contract.md states the rule.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    row: Row
+    section: str
+    low: int
+    high: int
+    dtype: str = "int32"
+    column_step: int = 0
+    live_token_rows: bool = False
+    dead: Dead = Dead.STALE
+    dead_value: int = 0
+    lifetime: Lifetime = Lifetime.REPLAY
+    alias: str | None = None
+    shared: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return math.prod(self.shape[1:])
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def one_row_per_request(self) -> bool:
+        """Whether the oracle keeps one row per request where the subject keeps N identical ones."""
+        return self.row is Row.TOKEN and self.column_step > 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The fields of `system` at a bucket of `bucket` requests and `tokens` token rows, in reporting order."""
+
+    system: str
+    geometry: Geometry
+    bucket: int
+    tokens: int
+    fields: tuple[Field, ...]
+
+    def __iter__(self) -> Iterator[Field]:
+        return iter(self.fields)
+
+    def __getitem__(self, name: str) -> Field:
+        for field in self.fields:
+            if field.name == name:
+                return field
+        raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        return any(field.name == name for field in self.fields)
+
+    def for_oracle(self) -> Layout:
+        """The same fields with identical rows of one request stored once, and nothing shared between buckets."""
+        fields = tuple(
+            dataclasses.replace(
+                field,
+                shape=(self.bucket, *field.shape[1:]) if field.one_row_per_request else field.shape,
+                shared=False,
+            )
+            for field in self.fields
+        )
+        return dataclasses.replace(self, fields=fields)

@@ -1,0 +1,283 @@
+"""From a difference to a sentence: what the wrong value is, and so what most likely went wrong.
+
+Every explanation in EXPLANATIONS is tried on each of the first differing elements; the one that explains most of
+them wins, the earlier one on a tie. An explanation has to name what it recognised (a round, a request, a draft
+position, a distance), so that a reader can check it by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+
+from dsa_verify.contract import Dead, Field, Layout, Row
+from dsa_verify.findings import Diagnosis
+from dsa_verify.geometry import DISJOINT_GENERATIONS
+from dsa_verify.judge import Difference, Phase
+from dsa_verify.poison import plausible_words
+from dsa_verify.regions import LOUD_WORD, Kind, Region
+from dsa_verify.rounds import owner_of_slot
+
+Explanation = tuple[Diagnosis, str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """What was right in one round of one bucket. `want`: the oracle's outputs on the CPU, one row a request for
+    tables. `seq_lens`, `requests`: padded to the bucket. `row_request`: the batch row of each token row."""
+
+    round: int
+    bucket: int
+    seq_lens: tuple[int, ...]
+    requests: tuple[int, ...]
+    row_request: tuple[int, ...]
+    live_tokens: tuple[int, ...]
+    token_rows: int
+    poison: str
+    want: dict[str, torch.Tensor]
+
+    def batch_row(self, field: Field, row: int) -> int | None:
+        """The batch row that `row` of `field` stands for; None if it stands for none in this round."""
+        if field.row is Row.TOKEN:
+            return self.row_request[row] if row < self.token_rows else None
+        return row if row < self.bucket else None
+
+    def value(self, field: Field, row: int, column: int) -> int | None:
+        """The right value of a live element in this round; None if it was dead or did not exist."""
+        batch_row = row if field.row in (Row.REQUEST_PREFIX, Row.TOKEN_PREFIX) else self.batch_row(field, row)
+        table = self.want.get(field.name)
+        if batch_row is None or table is None:
+            return None
+        if field.column_step and column * field.column_step >= self.live_tokens[batch_row]:
+            return None
+        if field.live_token_rows and row >= self.token_rows + (1 if field.row is Row.TOKEN_PREFIX else 0):
+            return None
+        at = batch_row if field.one_row_per_request else row
+        flat = table.reshape(table.shape[0], -1)
+        if at >= flat.shape[0] or column >= flat.shape[1]:
+            return None
+        return int(flat[at, column])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Everything the diagnosis may look at: the layout, this round, earlier ones (latest last) and the capture."""
+
+    layout: Layout
+    now: Moment
+    earlier: Sequence[Moment]
+    capture: Moment
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Element:
+    field: Field
+    region: Region
+    row: int
+    column: int
+    got: int
+    want: int
+
+
+def diagnose_field(evidence: Evidence, differences: Sequence[Difference]) -> tuple[Diagnosis, str, str]:
+    """(diagnosis, sentence, place) for the first differing elements of one field in one round."""
+    field = evidence.layout[differences[0].region.name]
+    elements = [_Element(field, d.region, d.row, d.column, d.got, d.want) for d in differences]
+    first = elements[0]
+    place = describe_place(evidence, field, first.row, first.column)
+    if differences[0].phase is Phase.SECOND_REPLAY:
+        text = f"{place} was {first.want} after the first replay and {first.got} after a second one on the same inputs"
+        return Diagnosis.NOT_IDEMPOTENT, f"not idempotent: {text}", place
+    best: tuple[int, Explanation] = (0, (Diagnosis.WRONG_VALUE, "no pattern recognised"))
+    for explain in EXPLANATIONS:
+        of_first = explain(evidence, first)
+        if of_first is None:
+            continue
+        count = sum(1 for e in elements if (x := explain(evidence, e)) is not None and x[0] is of_first[0])
+        if count > best[0]:
+            best = (count, of_first)
+    diagnosis, why = best[1]
+    return diagnosis, f"{diagnosis.value}: {place} is {first.got}, must be {first.want}: {why}", place
+
+
+def describe_place(evidence: Evidence, field: Field, row: int, column: int) -> str:
+    """The element in the reader's terms: request, draft position, page."""
+    now, geometry = evidence.now, evidence.layout.geometry
+    index = f"[{row}, {column}]" if len(field.shape) > 1 else f"[{row}]"
+    words = [f"{field.name}{index}"]
+    if field.row in (Row.REQUEST_PREFIX, Row.TOKEN_PREFIX):
+        words.append(f"the sum over the first {row} {'batch' if field.row is Row.REQUEST_PREFIX else 'token'} rows")
+    else:
+        batch_row = now.batch_row(field, row)
+        if batch_row is None:
+            words.append("a row that no request owns in this round")
+        else:
+            words.append(f"batch row {batch_row}, request {now.requests[batch_row]}, length {now.seq_lens[batch_row]}")
+            if field.row is Row.TOKEN:
+                words.append(f"draft position {row - now.row_request.index(batch_row)}")
+            elif field.columns > 1 and not field.column_step:
+                words.append(f"draft position {column}")
+    if field.column_step:
+        token = column * field.column_step
+        words.append(f"page {token // geometry.allocator_page}")
+        words.append(f"token {token}")
+    return f"{words[0]} ({', '.join(words[1:])})"
+
+
+def explain_guard(difference: Difference, count: int) -> tuple[Diagnosis, str]:
+    """Which field was overrun, on which side and by how much; `count`: words of this guard that changed."""
+    after, before = difference.region.neighbours
+    words = difference.region.got.shape[1]
+    from_start, to_end = difference.column * 4, (words - difference.column) * 4
+    if before is None or (after is not None and from_start < to_end):
+        return (
+            Diagnosis.PAST_THE_END,
+            f"wrote {count * 4} bytes past field {after}, the first {from_start} bytes beyond its end",
+        )
+    return (
+        Diagnosis.BEFORE_THE_START,
+        f"wrote {count * 4} bytes before field {before}, the first {to_end} bytes ahead of its start",
+    )
+
+
+# Explanations, in the order in which they are preferred -------------------------------------------------------------
+
+
+def _never_written(evidence: Evidence, e: _Element) -> Explanation | None:
+    now = evidence.now
+    if e.got == LOUD_WORD:
+        since = "at all" if now.poison == "stale" else "in this replay"
+        return Diagnosis.NEVER_WRITTEN, f"it still holds the poison, so it was never written {since}"
+    if now.poison == "plausible" and e.got == int(plausible_words(e.region, now.round)[e.row, e.column]):
+        return Diagnosis.NEVER_WRITTEN, "it still holds the plausible poison, so it was never written in this replay"
+    return None
+
+
+def _other_request_in_table(evidence: Evidence, e: _Element) -> Explanation | None:
+    """A slot says whose token it is; the right position of the wrong request is a wrong map, not a wrong page."""
+    if not e.field.column_step or evidence.now.poison == "stale":
+        return None
+    owner = _owner(evidence, e, e.got)
+    batch_row = evidence.now.batch_row(e.field, e.row)
+    if owner is None or batch_row is None or owner[1] != e.column * e.field.column_step:
+        return None
+    mine = evidence.now.requests[batch_row]
+    if owner[0] == mine:
+        return None
+    for moment in reversed(evidence.earlier):
+        if batch_row < moment.bucket and moment.requests[batch_row] == owner[0]:
+            return (
+                Diagnosis.REQUEST_MAP,
+                f"that is request {owner[0]}, which sat in this batch row in round {moment.round}: a stale map",
+            )
+    return Diagnosis.REQUEST_MAP, f"that is the same place of request {owner[0]}"
+
+
+def _earlier_round(evidence: Evidence, e: _Element) -> Explanation | None:
+    for moment in reversed(evidence.earlier):
+        if moment.value(e.field, e.row, e.column) == e.got:
+            if evidence.now.poison == "stale":
+                return Diagnosis.STALE, f"stale since round {moment.round}, whose value it still holds"
+            return (
+                Diagnosis.STALE,
+                f"it was written, but with the value of round {moment.round}: computed from inputs not refreshed",
+            )
+    return None
+
+
+def _capture(evidence: Evidence, e: _Element) -> Explanation | None:
+    if evidence.capture.value(e.field, e.row, e.column) == e.got:
+        return Diagnosis.FROZEN, "it is the value for the inputs at capture, so something was frozen at capture"
+    return None
+
+
+def _other_row(evidence: Evidence, e: _Element) -> Explanation | None:
+    now = evidence.now
+    batch_row = now.batch_row(e.field, e.row)
+    if e.field.row not in (Row.REQUEST, Row.TOKEN) or e.field.column_step or batch_row is None:
+        return None
+    if e.field.row is Row.TOKEN:
+        first = now.row_request.index(batch_row)
+        for step in (-1, 1):
+            neighbour = e.row + step
+            same = 0 <= neighbour < now.token_rows and now.row_request[neighbour] == batch_row
+            if same and now.value(e.field, neighbour, e.column) == e.got:
+                return Diagnosis.DRAFT_OFFSET, f"that is the value of draft position {neighbour - first}"
+        if abs(e.got - e.want) == 1:
+            return Diagnosis.DRAFT_OFFSET, f"it is {e.got - e.want:+d} token: the draft position counts from elsewhere"
+    position = e.row - now.row_request.index(batch_row) if e.field.row is Row.TOKEN else 0
+    for other in range(now.bucket):
+        row = other
+        if e.field.row is Row.TOKEN:
+            if other not in now.row_request:
+                continue
+            row = now.row_request.index(other) + position
+        if other != batch_row and now.value(e.field, row, e.column) == e.got:
+            return Diagnosis.REQUEST_MAP, f"that is the value of batch row {other}, request {now.requests[other]}"
+    return None
+
+
+def _out_of_range(evidence: Evidence, e: _Element) -> Explanation | None:
+    if e.field.low <= e.got < e.field.high:
+        return None
+    why = f"legal values are {e.field.low} to {e.field.high - 1}"
+    if e.got < 0:
+        why += f"; a consumer that reads it as unsigned sees {e.got & 0xFFFFFFFF}"
+    return Diagnosis.OUT_OF_RANGE, why
+
+
+def _boundary(evidence: Evidence, e: _Element) -> Explanation | None:
+    geometry = evidence.layout.geometry
+    if e.field.row in (Row.REQUEST_PREFIX, Row.TOKEN_PREFIX):
+        return None
+    if e.field.column_step:
+        owner, mine = _owner(evidence, e, e.got), _owner(evidence, e, e.want)
+        if owner and mine and owner[0] == mine[0] and owner[1] != mine[1]:
+            return Diagnosis.BOUNDARY, f"that is token {owner[1]} of the same request, expected token {mine[1]}"
+        if abs(e.got - e.want) == 1:
+            what = "slot" if e.field.column_step == 1 else "page"
+            return Diagnosis.BOUNDARY, f"it is the right value {e.got - e.want:+d} {what}"
+        return None
+    steps = (
+        (1, "token"),
+        (geometry.draft_tokens, "draft length"),
+        (geometry.page_size, "page"),
+        (geometry.allocator_page, "allocator page"),
+        (geometry.pool_size, "pool"),
+        (geometry.topk, "top-k"),
+    )
+    for size, name in steps:
+        if abs(e.got - e.want) == size:
+            sign = "+" if e.got > e.want else "-"
+            return Diagnosis.BOUNDARY, f"it is the right value {sign} one {name} ({size})"
+    return None
+
+
+def _prefix_step(evidence: Evidence, e: _Element) -> Explanation | None:
+    if e.field.row not in (Row.REQUEST_PREFIX, Row.TOKEN_PREFIX):
+        return None
+    return (
+        Diagnosis.WRONG_VALUE,
+        f"the sum is off by {e.got - e.want:+d}; it is the first wrong element, so the row before it is miscounted",
+    )
+
+
+def _owner(evidence: Evidence, e: _Element, value: int) -> tuple[int, int] | None:
+    """(request, token) of a table value; a page number stands for its first token."""
+    owner = owner_of_slot(evidence.layout.geometry, value * e.field.column_step)
+    return None if owner is None else owner[:2]
+
+
+EXPLANATIONS: Final[tuple[Callable[[Evidence, _Element], Explanation | None], ...]] = (
+    _never_written,
+    _other_request_in_table,
+    _earlier_round,
+    _capture,
+    _out_of_range,
+    _other_row,
+    _boundary,
+    _prefix_step,
+)

@@ -1,0 +1,65 @@
+"""What can go wrong, one class per exit status of the command line.
+
+A message says what, the value, the limit and the remedy. A wrong *subject* is not an error but a `Finding`
+(status 1); `CaptureError` and `ReplayError` are how a graph backend tells the replayer about one.
+"""
+
+from __future__ import annotations
+
+STATUS_EQUAL = 0
+STATUS_MISMATCH = 1
+STATUS_USAGE = 2
+STATUS_HARNESS = 3
+STATUS_NOTHING_VERIFIED = 4
+STATUS_DEVICE_LOST = 5
+STATUS_FLAKY = 6
+STATUS_INTERRUPTED = 130
+
+
+class DsaVerifyError(Exception):
+    """Base of every error this package raises on purpose; `status` is the exit status it maps to."""
+
+    status = STATUS_HARNESS
+
+
+class UsageError(DsaVerifyError):
+    """A bad argument, preset, subject name or case file: the reader can mend it."""
+
+    status = STATUS_USAGE
+
+
+class CaptureError(DsaVerifyError):
+    """The body of a graph did something that cannot be captured, or raised.
+
+    `operation` names what it was doing (an ATen operation, a Tensor method) where that is known.
+    """
+
+    status = STATUS_MISMATCH
+
+    def __init__(self, message: str, operation: str | None = None):
+        super().__init__(message)
+        self.operation = operation
+
+
+class ReplayError(DsaVerifyError):
+    """A recorded graph cannot be replayed: a buffer that it captured is gone."""
+
+    status = STATUS_MISMATCH
+
+
+class HarnessError(DsaVerifyError):
+    """The toolkit itself, or an oracle, is broken: no verdict about the subject may be drawn."""
+
+    status = STATUS_HARNESS
+
+
+class NothingVerified(DsaVerifyError):
+    """The run ended without checking a single round."""
+
+    status = STATUS_NOTHING_VERIFIED
+
+
+class DeviceLost(DsaVerifyError):
+    """A sticky device error: nothing this process says after it may be believed."""
+
+    status = STATUS_DEVICE_LOST

@@ -1,0 +1,220 @@
+"""Faults: planted defects, as wrappers around any subject, that measure what the toolkit can see.
+
+A fault never edits a pipeline. It runs the whole wrapped subject and spoils one thing around it: an output after it
+was written, an input before it is read, a buffer, the capture itself. `FAULTS` says of each what the verifier must
+call it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Final
+
+from dsa_verify.errors import UsageError
+from dsa_verify.faults import conduct, inputs, outputs
+from dsa_verify.faults.wrapper import Wrapper
+from dsa_verify.findings import Diagnosis
+from dsa_verify.subject import Subject, SubjectFactory
+
+_ALL: Final = ("decode", "target_verify", "draft_extend")
+_DRAFTS: Final = ("target_verify", "draft_extend")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """`wrap(inner, field)` spoils `inner`; `field` is its default target. `diagnoses`: what it may be called."""
+
+    name: str
+    summary: str
+    wrap: Callable[[Subject, str], Wrapper]
+    diagnoses: frozenset[Diagnosis]
+    field: str = ""
+    systems: tuple[str, ...] = _ALL
+
+
+def _fault(name: str, summary: str, wrap: type[Wrapper], *diagnoses: Diagnosis, **rest: object) -> Fault:
+    return Fault(name=name, summary=summary, wrap=wrap, diagnoses=frozenset(diagnoses), **rest)  # type: ignore[arg-type]
+
+
+D = Diagnosis
+FAULTS: Final[dict[str, Fault]] = {
+    fault.name: fault
+    for fault in (
+        _fault(
+            "skip_refresh",
+            "one field keeps what it held before the replay",
+            outputs.SkipRefresh,
+            D.NEVER_WRITTEN,
+            D.STALE,
+            field="dsa_cache_seqlens_int32",
+        ),
+        _fault(
+            "off_by_one_page",
+            "every page of a table is the next one",
+            outputs.OffByOne,
+            D.BOUNDARY,
+            field="real_page_table",
+        ),
+        _fault(
+            "wrong_draft_offset",
+            "lengths count the draft position from 0 instead of 1",
+            outputs.WrongDraftOffset,
+            D.DRAFT_OFFSET,
+            field="dsa_seqlens_expanded",
+            systems=_DRAFTS,
+        ),
+        _fault(
+            "rows_rolled",
+            "each batch row gets its neighbour's length",
+            outputs.RowsRolled,
+            D.REQUEST_MAP,
+            field="cache_seqlens_int32",
+        ),
+        _fault(
+            "pad_rows_untouched",
+            "rows of pad requests are not written",
+            outputs.PadRowsUntouched,
+            D.NEVER_WRITTEN,
+            D.STALE,
+            field="cache_seqlens_int32",
+        ),
+        _fault(
+            "unclamped_length",
+            "a pad row shorter than the draft gets negative lengths",
+            outputs.UnclampedLength,
+            D.OUT_OF_RANGE,
+            field="dsa_seqlens_expanded",
+            systems=("draft_extend",),
+        ),
+        _fault(
+            "int32_offset",
+            "row offsets of a table wrap around (scaled down to half of the table)",
+            outputs.WrappedOffset,
+            D.REQUEST_MAP,
+            D.NEVER_WRITTEN,
+            D.STALE,
+            field="page_table_1",
+        ),
+        _fault(
+            "past_the_end",
+            "one element is written past the end of a buffer",
+            outputs.PastTheEnd,
+            D.PAST_THE_END,
+            field="dsa_cu_seqlens_k",
+        ),
+        _fault(
+            "before_the_start",
+            "one element is written before the start of a buffer",
+            outputs.BeforeTheStart,
+            D.BEFORE_THE_START,
+            field="dsa_cu_seqlens_k",
+        ),
+        _fault(
+            "wider_bucket_rows",
+            "a row of a shared table beyond the bucket is written",
+            outputs.WiderBucketRows,
+            D.OTHER_BUCKET,
+            field="page_table_1",
+        ),
+        _fault(
+            "other_bucket",
+            "a replay of one bucket writes a buffer that belongs to another",
+            outputs.OtherBucket,
+            D.OTHER_BUCKET,
+            field="dsa_cache_seqlens_int32",
+        ),
+        _fault(
+            "output_replaced",
+            "an output is rebound to another tensor after capture",
+            outputs.OutputReplaced,
+            D.BUFFER_REPLACED,
+            field="real_page_table",
+        ),
+        _fault(
+            "second_replay",
+            "a sum grows when the same inputs are replayed twice",
+            outputs.GrowsOnRepeat,
+            D.NOT_IDEMPOTENT,
+            field="cu_seqlens_k",
+        ),
+        _fault(
+            "stale_request_map",
+            "requests are those of the round before",
+            inputs.StaleRequestMap,
+            D.REQUEST_MAP,
+            D.STALE,
+            D.FROZEN,
+        ),
+        _fault(
+            "frozen_at_capture",
+            "lengths are those at capture",
+            inputs.FrozenAtCapture,
+            D.FROZEN,
+            D.STALE,
+        ),
+        _fault(
+            "input_overwritten",
+            "the lengths are advanced in place",
+            inputs.InputOverwritten,
+            D.INPUT_OVERWRITTEN,
+        ),
+        _fault("raises_in_capture", "in_graph raises", conduct.RaisesInCapture, D.RAISES),
+        _fault(
+            "synchronises_in_capture",
+            "in_graph reads a length on the host",
+            conduct.SynchronisesInCapture,
+            D.SYNCHRONISES,
+        ),
+        _fault(
+            "allocates_in_replay",
+            "before_replay keeps a new tensor each time",
+            conduct.AllocatesInReplay,
+            D.ALLOCATES,
+        ),
+        _fault(
+            "flaky",
+            "one field is wrong once, and never again in this process",
+            conduct.WrongOnce,
+            D.FLAKY,
+            field="cache_seqlens_int32",
+        ),
+        _fault(
+            "lost_device",
+            "a replay ends in an illegal memory access",
+            conduct.IllegalAccess,
+        ),
+    )
+}
+
+
+def names(system: str | None = None) -> list[str]:
+    """Names of all faults, or of those that apply to `system`."""
+    return [name for name, fault in FAULTS.items() if system is None or system in fault.systems]
+
+
+def get_fault(reference: str) -> tuple[Fault, str]:
+    """(fault, field) of `NAME` or `NAME:FIELD`."""
+    name, _, field = reference.partition(":")
+    if name not in FAULTS:
+        raise UsageError(f"fault {name!r} is unknown; known faults: {', '.join(FAULTS)}")
+    fault = FAULTS[name]
+    if field and not fault.field:
+        raise UsageError(f"fault {name!r} has no field to choose; leave out {':' + field!r}")
+    return fault, field or fault.field
+
+
+def plant(reference: str, factory: SubjectFactory, system: str | None = None) -> SubjectFactory:
+    """A factory of subjects with the fault `NAME` or `NAME:FIELD` planted in what `factory` makes."""
+    fault, field = get_fault(reference)
+    if system is not None and system not in fault.systems:
+        raise UsageError(f"fault {fault.name!r} has no effect in {system}; it applies to {', '.join(fault.systems)}")
+    siblings: list[Wrapper] = []
+
+    def make() -> Subject:
+        wrapper = fault.wrap(factory(), field)
+        wrapper.siblings = siblings
+        siblings.append(wrapper)
+        return wrapper
+
+    return make

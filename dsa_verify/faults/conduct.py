@@ -1,0 +1,80 @@
+"""Faults of conduct: the subject raises, synchronises, allocates, fails only once, or takes the device down."""
+
+from __future__ import annotations
+
+import torch
+
+from dsa_verify.faults.wrapper import Wrapper
+from dsa_verify.geometry import Geometry
+from dsa_verify.subject import Buffers, Inputs, Subject
+
+FIRST_ROUNDS = 3  # replays before a fault of conduct strikes; the warm-up makes the first two
+
+
+class RaisesInCapture(Wrapper):
+    """Raises on its third call, which is the one under capture."""
+
+    def __init__(self, inner: Subject, field: str):
+        super().__init__(inner, field)
+        self._calls = 0
+
+    def in_graph(self) -> None:
+        self._calls += 1
+        if self._calls > 2:
+            raise ValueError("planted: this body does not like to be captured")
+        self.inner.in_graph()
+
+
+class SynchronisesInCapture(Wrapper):
+    def in_graph(self) -> None:
+        self.inner.in_graph()
+        self.longest = self.inputs.seq_lens.max().item()
+
+
+class AllocatesInReplay(Wrapper):
+    def before_replay(self) -> None:
+        self.inner.before_replay()
+        self.fresh = torch.empty_like(self.inputs.seq_lens)
+
+
+class WrongOnce(Wrapper):
+    """Adds one to the field in a single round of the whole process."""
+
+    struck = False
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        super().allocate(geometry, inputs, buffers)
+        self._error = torch.zeros(1, dtype=torch.int32, device=inputs.seq_lens.device)
+        self._replays = 0
+
+    def before_replay(self) -> None:
+        self.inner.before_replay()
+        self._replays += 1
+        strike = self._replays > FIRST_ROUNDS and not WrongOnce.struck
+        self._error.fill_(int(strike))
+        WrongOnce.struck = WrongOnce.struck or strike
+
+    def in_graph(self) -> None:
+        self.inner.in_graph()
+        self.target.add_(self._error)
+
+
+class IllegalAccess(Wrapper):
+    """On a GPU a kernel really reads beyond all memory; elsewhere the driver's error is raised in its words."""
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        super().allocate(geometry, inputs, buffers)
+        self._replays = 0
+
+    def before_replay(self) -> None:
+        self.inner.before_replay()
+        self._replays += 1
+        if self._replays <= FIRST_ROUNDS:
+            return
+        device = self.inputs.seq_lens.device
+        if device.type != "cuda":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered (planted)")
+        far = torch.empty(1, dtype=torch.int32, device=device).as_strided((1,), (1,), 0)
+        index = torch.full((1,), 1 << 40, dtype=torch.int64, device=device)
+        torch.ops.aten._unsafe_index(far, [index])
+        torch.cuda.synchronize(device)

@@ -1,0 +1,139 @@
+"""Faults that spoil an output after the wrapped subject wrote it, or write where nothing may be written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from dsa_verify.faults.wrapper import Wrapper
+from dsa_verify.geometry import Geometry
+from dsa_verify.subject import Buffers, Inputs
+
+SMUGGLED = 7  # what is written where nothing may be
+
+
+class SkipRefresh(Wrapper):
+    def in_graph(self) -> None:
+        kept = self.target.clone()
+        self.inner.in_graph()
+        self.target.copy_(kept)
+
+
+class OffByOne(Wrapper):
+    def in_graph(self) -> None:
+        self.inner.in_graph()
+        self.target.add_(1)
+
+
+class WrongDraftOffset(Wrapper):
+    def in_graph(self) -> None:
+        self.inner.in_graph()
+        self.target.sub_(1)
+
+
+class RowsRolled(Wrapper):
+    def in_graph(self) -> None:
+        self.inner.in_graph()
+        self.target.copy_(self.target.roll(1, 0))
+
+
+class PadRowsUntouched(Wrapper):
+    def in_graph(self) -> None:
+        kept = self.target.clone()
+        self.inner.in_graph()
+        pad = self.inputs.req_pool_indices == 0
+        self.target.copy_(torch.where(pad, kept, self.target))
+
+
+class UnclampedLength(Wrapper):
+    """Static draft-extend only: every request owns N rows."""
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        super().allocate(geometry, inputs, buffers)
+        self._position = torch.arange(geometry.draft_tokens, dtype=torch.int32, device=inputs.seq_lens.device)
+
+    def in_graph(self) -> None:
+        self.inner.in_graph()
+        n = self.geometry.draft_tokens
+        lengths = self.inputs.seq_lens.to(torch.int32)[:, None] - n + self._position + 1
+        self.target.copy_(lengths.reshape(-1))
+
+
+class WrappedOffset(Wrapper):
+    def in_graph(self) -> None:
+        flat = self.target.view(-1)
+        half = flat.numel() // 2
+        kept = flat[half:].clone()
+        self.inner.in_graph()
+        far = flat[half:].clone()
+        flat[: far.numel()].copy_(far)
+        flat[half:].copy_(kept)
+
+
+class PastTheEnd(Wrapper):
+    def in_graph(self) -> None:
+        self.inner.in_graph()
+        _word_at(self.target, self.target.numel()).fill_(SMUGGLED)
+
+
+class BeforeTheStart(Wrapper):
+    def in_graph(self) -> None:
+        self.inner.in_graph()
+        _word_at(self.target, -1).fill_(SMUGGLED)
+
+
+class WiderBucketRows(Wrapper):
+    """Has an effect in every bucket but the widest, whose next row is a guard."""
+
+    def in_graph(self) -> None:
+        self.inner.in_graph()
+        if len(self.target) < max(len(sibling.target) for sibling in self.siblings):
+            _word_at(self.target, self.target.numel()).fill_(SMUGGLED)
+
+
+class OtherBucket(Wrapper):
+    """The buckets captured after the first one write into the first one's buffer."""
+
+    def in_graph(self) -> None:
+        self.inner.in_graph()
+        first = self.siblings[0]
+        if first is not self:
+            first.target[:1].fill_(-SMUGGLED)
+
+
+class OutputReplaced(Wrapper):
+    """From the second replay on, the consumer is handed a copy that the graph does not write."""
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        super().allocate(geometry, inputs, buffers)
+        self._copy = super().outputs()[self.field].clone()
+        self._calls = 0
+
+    def before_replay(self) -> None:
+        self.inner.before_replay()
+        self._calls += 1
+
+    def outputs(self) -> Mapping[str, torch.Tensor]:
+        outputs = super().outputs()
+        # The first two calls are the warm-up's, the third is the first replay's.
+        return {**outputs, self.field: self._copy} if getattr(self, "_calls", 0) > 3 else outputs
+
+
+class GrowsOnRepeat(Wrapper):
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        super().allocate(geometry, inputs, buffers)
+        # Lengths and requests of the replay before; -1 is neither.
+        self._before = torch.full((2, inputs.seq_lens.numel()), -1, dtype=torch.int64, device=inputs.seq_lens.device)
+
+    def in_graph(self) -> None:
+        self.inner.in_graph()
+        now = torch.stack([self.inputs.seq_lens.long(), self.inputs.req_pool_indices.long()])
+        repeated = (now == self._before).all()
+        self.target.add_(repeated.to(self.target.dtype))
+        self._before.copy_(now)
+
+
+def _word_at(tensor: torch.Tensor, index: int) -> torch.Tensor:
+    """One element of the memory around `tensor`, counted from its start; the arena has guards there."""
+    return tensor.as_strided((1,), (1,), tensor.storage_offset() + index)

@@ -1,0 +1,48 @@
+"""Wrapper: a subject that passes everything on to another one, for faults to override a piece of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from dsa_verify.errors import UsageError
+from dsa_verify.geometry import Geometry
+from dsa_verify.subject import Buffers, Inputs, Subject, current_outputs
+
+
+class Wrapper:
+    """Wraps `inner`; `field` names the output that a fault spoils ("" if it spoils none). `siblings` are the wrappers
+    of all buckets of the run, in the order of their capture."""
+
+    def __init__(self, inner: Subject, field: str):
+        self.inner, self.field = inner, field
+        self.siblings: list[Wrapper] = []
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        if self.field and self.field not in buffers.layout:
+            known = ", ".join(field.name for field in buffers.layout)
+            raise UsageError(f"fault field {self.field!r} is not in {buffers.layout.system}; its fields: {known}")
+        self.geometry, self.inputs, self.buffers = geometry, inputs, buffers
+        self.inner.allocate(geometry, self.inputs_for_inner(inputs), buffers)
+
+    def inputs_for_inner(self, inputs: Inputs) -> Inputs:
+        return inputs
+
+    def before_replay(self) -> None:
+        self.inner.before_replay()
+
+    def in_graph(self) -> None:
+        self.inner.in_graph()
+
+    def outputs(self) -> Mapping[str, torch.Tensor]:
+        return current_outputs(self.inner, self.buffers)
+
+    @property
+    def target(self) -> torch.Tensor:
+        """The tensor of the spoiled field."""
+        return self.outputs()[self.field]

@@ -1,0 +1,59 @@
+"""Finding: a difference, a broken rule or a failing subject, with its diagnosis in words and the case that shows it."""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import Enum
+from typing import Any
+
+
+class Diagnosis(Enum):
+    """What kind of wrong a finding is; the sentence says the rest."""
+
+    NEVER_WRITTEN = "never written"
+    STALE = "stale"
+    FROZEN = "frozen at capture"
+    REQUEST_MAP = "request map"
+    DRAFT_OFFSET = "draft offset"
+    BOUNDARY = "boundary"
+    OUT_OF_RANGE = "out of range"
+    WRONG_VALUE = "wrong value"
+    PAST_THE_END = "past the end"
+    BEFORE_THE_START = "before the start"
+    OTHER_BUCKET = "another bucket's rows"
+    INPUT_OVERWRITTEN = "input overwritten"
+    BUFFER_REPLACED = "buffer replaced"
+    NOT_IDEMPOTENT = "not idempotent"
+    WRONG_OUTPUTS = "wrong outputs"
+    RAISES = "raises"
+    SYNCHRONISES = "synchronises in capture"
+    ALLOCATES = "allocates in replay"
+    FLAKY = "flaky"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing wrong with a subject.
+
+    `place` names the element: field, request, draft position, page. `case` is the path of the case file that shows
+    the finding and `reproduce` the command that replays it; both are None until it was written.
+    """
+
+    system: str
+    subject: str
+    diagnosis: Diagnosis
+    sentence: str
+    field: str | None = None
+    bucket: int | None = None
+    round: int | None = None
+    place: str | None = None
+    got: int | None = None
+    want: int | None = None
+    differing: int = 0
+    draft_tokens: int = 1
+    case: str | None = None
+    reproduce: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; keys are the attribute names."""
+        return {**dataclasses.asdict(self), "diagnosis": self.diagnosis.value}

@@ -1,0 +1,173 @@
+"""Geometry: everything that stays fixed for a run, and the presets that name real models (contract 0.1, 0.3).
+
+A geometry says how large things are, never what a round holds. `Geometry.resolve` is the only way one is made from
+a preset and overrides, so that a wrong combination is refused in one place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final
+
+from dsa_verify.errors import UsageError
+
+MAX_CONTEXT_TOKENS: Final = 1 << 21
+MAX_BATCH: Final = 16_384
+MAX_DRAFT_TOKENS: Final = 16
+MAX_SLOTS: Final = 1 << 31
+INDEX_DTYPES: Final = ("int64", "int32")
+INPUT_VIEWS: Final = ("plain", "offset", "strided")
+# Page ids of a request row change with its generation; so many generations of all rows are pairwise disjoint.
+DISJOINT_GENERATIONS: Final = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """Sizes and forms of one run. Lengths and widths are in tokens unless the name says otherwise.
+
+    `context`: largest sequence length. `page_size`: physical page P. `topk`: K. `pool_size`: K-pool size kp.
+    `draft_tokens`: N (1 in decode). `request_rows`: rows of `req_to_token`, row 0 being the pad request.
+    `table_width`: columns of `page_table_1` (0: `context`); a length beyond it is legal and must not be written.
+    `token_table_width`: columns of `req_to_token` (0: `context + draft_tokens` rounded up to 64 and one page more).
+    `architecture`: 90 or 100, which decides the form of `paged_mqa_ctx_lens_2d` (contract 1.2).
+    `index_dtype`: dtype of `seq_lens` and `req_pool_indices`. `input_view`: how the input tensors lie in memory.
+    `wide_table`: whether `page_table_1` exists (contract 1.5).
+    """
+
+    preset: str
+    context: int
+    page_size: int
+    topk: int
+    pool_size: int = 1
+    draft_tokens: int = 1
+    request_rows: int = 97
+    table_width: int = 0
+    token_table_width: int = 0
+    architecture: int = 90
+    index_dtype: str = "int64"
+    input_view: str = "plain"
+    wide_table: bool = True
+
+    @property
+    def columns(self) -> int:
+        """Columns of `page_table_1`."""
+        return self.table_width or self.context
+
+    @property
+    def pages(self) -> int:
+        """Columns of `real_page_table`."""
+        return -(-self.columns // self.page_size)
+
+    @property
+    def allocator_page(self) -> int:
+        """A: tokens whose slots are consecutive and aligned (contract 0.1)."""
+        return self.page_size * self.pool_size
+
+    @property
+    def token_columns(self) -> int:
+        """Columns of `req_to_token`, over-allocated as engines do and never less than a table needs."""
+        needed = max(self.context + self.draft_tokens, self.columns)
+        return self.token_table_width or -(-needed // 64) * 64 + self.allocator_page
+
+    @property
+    def pages_per_row(self) -> int:
+        """Allocator pages that one row of `req_to_token` spans."""
+        return -(-self.token_columns // self.allocator_page)
+
+    @property
+    def page_id_space(self) -> int:
+        """Power of two that page ids are drawn below, before the reserved page 0 is added."""
+        return 1 << (DISJOINT_GENERATIONS * self.request_rows * self.pages_per_row - 1).bit_length()
+
+    @property
+    def slots(self) -> int:
+        """Token slots of the pool; every entry of `req_to_token` is below it."""
+        return (self.page_id_space + 1) * self.allocator_page
+
+    @classmethod
+    def resolve(cls, preset: str, overrides: Mapping[str, Any] | None = None, *, where: str = "") -> Geometry:
+        """The geometry of `preset` with `overrides`; UsageError names the field, its value and the limit."""
+        if preset not in PRESETS:
+            raise UsageError(f"preset: {preset!r} is unknown; known presets: {', '.join(PRESETS)}")
+        values: dict[str, Any] = dict(PRESETS[preset])
+        for key, value in (overrides or {}).items():
+            expected = _FIELD_TYPES.get(key)
+            if expected is None or key == "preset":
+                known = ", ".join(name for name in _FIELD_TYPES if name != "preset")
+                raise UsageError(f"{where}{key!r}: unknown geometry field; known fields: {known}")
+            if type(value) is not expected:
+                got = type(value).__name__
+                raise UsageError(f"{where}{key}: {value!r} is {got}; it must be {expected.__name__}")
+            values[key] = value
+        geometry = cls(preset=preset, **values)
+        geometry._check(where)
+        return geometry
+
+    def overrides(self) -> dict[str, Any]:
+        """The fields in which this geometry differs from its preset: what a case file stores."""
+        base = Geometry(preset=self.preset, **PRESETS[self.preset])
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != getattr(base, field.name)
+        }
+
+    def replace(self, **changes: Any) -> Geometry:
+        """A checked copy with `changes`."""
+        return Geometry.resolve(self.preset, {**self.overrides(), **changes})
+
+    def _check(self, where: str) -> None:
+        limits: tuple[tuple[str, int, int], ...] = (
+            ("context", 1, MAX_CONTEXT_TOKENS),
+            ("page_size", 1, 1024),
+            ("topk", 1, 2048),
+            ("pool_size", 1, 16),
+            ("draft_tokens", 1, MAX_DRAFT_TOKENS),
+            ("request_rows", 2, 2 * MAX_BATCH + 1),
+            ("table_width", 0, MAX_CONTEXT_TOKENS),
+            ("token_table_width", 0, 2 * MAX_CONTEXT_TOKENS),
+        )
+        for name, low, high in limits:
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise UsageError(f"{where}{name}: {value} is outside {low}..{high}; choose a value inside")
+        for name in ("page_size", "pool_size"):
+            value = getattr(self, name)
+            if value & (value - 1):
+                raise UsageError(f"{where}{name}: {value} is not a power of two; use 1, 2, 4, ...")
+        for name, choices in (("index_dtype", INDEX_DTYPES), ("input_view", INPUT_VIEWS)):
+            if getattr(self, name) not in choices:
+                raise UsageError(f"{where}{name}: {getattr(self, name)!r} is not one of {', '.join(choices)}")
+        if self.architecture not in (90, 100):
+            raise UsageError(f"{where}architecture: {self.architecture} is not 90 or 100")
+        needed = max(self.context + self.draft_tokens, self.columns)
+        if self.token_columns < needed:
+            raise UsageError(
+                f"{where}token_table_width: {self.token_columns} is below {needed}, what the context needs"
+            )
+        if not self.wide_table and (self.page_size == 1 or self.draft_tokens > 1 or self.pool_size > 1):
+            raise UsageError(
+                f"{where}wide_table: false needs page_size > 1, draft_tokens 1 and pool_size 1 (contract 1.5)"
+            )
+        if self.pool_size > 1 and self.context < self.draft_tokens + self.pool_size:
+            raise UsageError(
+                f"{where}context: {self.context} is below draft_tokens + pool_size, the length of a pad row; raise it"
+            )
+        if self.slots > MAX_SLOTS:
+            raise UsageError(
+                f"{where}request_rows: {self.request_rows} rows of {self.token_columns} tokens need {self.slots} "
+                f"slots, more than int32 holds ({MAX_SLOTS}); lower request_rows or context"
+            )
+
+
+PRESETS: Final[dict[str, dict[str, Any]]] = {
+    "deepseek_v32": {"context": 131_072, "page_size": 64, "topk": 2048},
+    "glm53_flash": {"context": 131_072, "page_size": 64, "topk": 2048, "pool_size": 4},
+    # Every boundary within reach of small numbers; the width is a multiple of neither the page nor a table block.
+    "tiny": {"context": 203, "page_size": 4, "topk": 32},
+}
+
+_FIELD_TYPES: Final = {
+    field.name: {"int": int, "str": str, "bool": bool}[str(field.type)] for field in dataclasses.fields(Geometry)
+}

@@ -1,0 +1,113 @@
+"""Job: one subject on one set of captured buckets: what both the fast run and its slow confirmation open."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from dsa_verify.faults import plant
+from dsa_verify.geometry import Geometry
+from dsa_verify.graphs import Backend
+from dsa_verify.matrix import REMAPS_PER_ROUND
+from dsa_verify.replayer import Replayer
+from dsa_verify.rounds import RoundTable, tabulate
+from dsa_verify.scenario import Round, Scenario
+from dsa_verify.subject import SubjectFactory
+from dsa_verify.systems import System, subject_factory
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """`subject` and `fault` as given (None: the shipped subject, no fault); `label` is the subject's name."""
+
+    system: System
+    geometry: Geometry
+    buckets: tuple[int, ...]
+    seed: int
+    subject: str | None
+    fault: str | None
+    label: str
+    factory: SubjectFactory
+    backend: Backend
+
+    @classmethod
+    def make(
+        cls,
+        system: System,
+        geometry: Geometry,
+        buckets: tuple[int, ...],
+        seed: int,
+        subject: str | SubjectFactory | None,
+        fault: str | None,
+        backend: Backend,
+    ) -> Job:
+        """A job; `subject` is a reference, or the factory itself where it has no name to be loaded by."""
+        if subject is None or isinstance(subject, str):
+            label, factory = subject_factory(system, subject)
+            reference: str | None = label
+        else:
+            label, factory, reference = _reference(subject), subject, _reference(subject)
+        if fault is not None:
+            plant(fault, factory, system.name)  # refuse a wrong name now rather than at the first capture
+        return cls(
+            system=system,
+            geometry=geometry,
+            buckets=buckets,
+            seed=seed,
+            subject=reference,
+            fault=fault,
+            label=label,
+            factory=factory,
+            backend=backend,
+        )
+
+    def open(self, rounds: int, remap_slots: int = REMAPS_PER_ROUND, *, record: bool = False) -> Replayer:
+        """Allocate and capture for tables of up to `rounds` rounds."""
+        # Planted anew each time: a fault knows the buckets of its own run only.
+        factory = self.factory if self.fault is None else plant(self.fault, self.factory, self.system.name)
+        return Replayer(
+            self.system,
+            self.geometry,
+            self.buckets,
+            factory,
+            self.backend,
+            capacity=max(rounds, 1),
+            remap_slots=remap_slots,
+            record=record,
+        )
+
+    def table(self, rounds: Sequence[Round], remap_slots: int = REMAPS_PER_ROUND) -> RoundTable:
+        """`rounds` as a table that starts from request pages never remapped."""
+        return tabulate(
+            self.system.name,
+            self.geometry,
+            rounds,
+            np.zeros(self.geometry.request_rows, np.int64),
+            widest_bucket=max(self.buckets),
+            remap_slots=remap_slots,
+        )
+
+    def scenario(self, rounds: Sequence[Round], found: str | None = None) -> Scenario:
+        """A scenario of `rounds` with what this job was started with."""
+        return Scenario(
+            system=self.system.name,
+            geometry=self.geometry,
+            buckets=self.buckets,
+            rounds=tuple(rounds),
+            seed=self.seed,
+            subject=self.subject,
+            fault=self.fault,
+            found=found,
+        )
+
+
+def remap_slots_of(rounds: Sequence[Round]) -> int:
+    """Remapped requests of the round that has most of them."""
+    return max((len(set(round_.remap)) for round_ in rounds), default=0)
+
+
+def _reference(factory: SubjectFactory) -> str:
+    module, name = getattr(factory, "__module__", None), getattr(factory, "__qualname__", None)
+    return f"{module}:{name}" if module and name else repr(factory)

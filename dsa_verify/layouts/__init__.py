@@ -1,0 +1,1 @@
+"""The contract's tables as `Layout`s, one file per group of systems."""

@@ -1,0 +1,197 @@
+"""The diagnostic matrix: 16 configurations of 17 rounds a system, and the endless stream of rounds that follows it.
+
+The 17 rounds are scripted so that each length boundary of contract 10 is crossed in both directions, requests move
+between batch rows and to other pages, buckets interleave (large, small, large) and every poison is used. A longer
+run goes on with random rounds drawn from the same boundaries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dsa_verify.geometry import Geometry
+from dsa_verify.rounds import PAD_REQUEST, Array, RoundTable, complete_table, seq_len_fill, tabulate
+from dsa_verify.scenario import POISONS, Round
+from dsa_verify.systems import System
+
+BATCHES: Final = (1, 4, 16, 48)
+DRAFTS: Final = (2, 4, 6, 8)
+DECODE_BATCHES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48)
+SCRIPTED_ROUNDS: Final = 17
+CHUNK_ROUNDS: Final = 512  # rounds between two polls of the judge
+REMAPS_PER_ROUND: Final = 4
+LONG_LENGTH: Final = 100_001  # the length the published 272-replay diagnostic goes up to
+
+_FORMS: Final = ("plain", "offset", "strided")
+_INDEX_DTYPES: Final = ("int64", "int32")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """One configuration: what is captured, and how many rounds to replay from which seed."""
+
+    system: System
+    geometry: Geometry
+    buckets: tuple[int, ...]
+    rounds: int
+    seed: int
+
+    def chunks(self) -> Iterator[RoundTable]:
+        """The rounds, in tables of at most CHUNK_ROUNDS."""
+        generations = np.zeros(self.geometry.request_rows, np.int64)
+        rng = np.random.default_rng([self.seed, self.buckets[0], self.geometry.draft_tokens])
+        scripted = _scripted(self, rng)[: self.rounds]
+        if scripted:
+            yield tabulate(
+                self.system.name,
+                self.geometry,
+                scripted,
+                generations,
+                widest_bucket=max(self.buckets),
+                remap_slots=REMAPS_PER_ROUND,
+            )
+        left = self.rounds - len(scripted)
+        while left > 0:
+            count = min(left, CHUNK_ROUNDS)
+            yield _random(self, rng, count, generations)
+            left -= count
+
+
+def diagnostic_matrix(
+    system: System,
+    geometry: Geometry,
+    *,
+    rounds: int = SCRIPTED_ROUNDS,
+    seed: int = 0,
+    batches: Sequence[int] | None = None,
+    drafts: Sequence[int] | None = None,
+    vary_inputs: bool = True,
+) -> list[Config]:
+    """Batches x draft lengths (decode: batches alone). `vary_inputs` also turns dtype and view of the inputs over
+    the configurations, so that offset, strided and int32 inputs are part of every matrix."""
+    if system.drafts:
+        pairs = [(batch, draft) for batch in batches or BATCHES for draft in drafts or DRAFTS]
+    else:
+        pairs = [(batch, 1) for batch in batches or DECODE_BATCHES]
+    configs = []
+    for i, (batch, draft) in enumerate(pairs):
+        changes: dict[str, object] = {"draft_tokens": draft}
+        if vary_inputs:
+            changes |= {"input_view": _FORMS[i % 3], "index_dtype": _INDEX_DTYPES[i % 2]}
+        buckets = (batch, companion(batch))
+        changes["request_rows"] = max(geometry.request_rows, max(buckets) + 2)
+        configs.append(
+            Config(system=system, geometry=geometry.replace(**changes), buckets=buckets, rounds=rounds, seed=seed)
+        )
+    return configs
+
+
+def companion(batch: int) -> int:
+    """The second bucket of a configuration: the one it is interleaved with."""
+    return 2 if batch == 1 else max(1, batch // 3)
+
+
+def boundaries(geometry: Geometry) -> Array:
+    """Lengths on, just below and just above everything a formula of contract 1 turns at; sorted, within context."""
+    n, page, pool, topk = geometry.draft_tokens, geometry.page_size, geometry.pool_size, geometry.topk
+    width = geometry.columns
+    centres = [page, 2 * page, page * pool, 2 * page * pool, 128, 256, 384, 512, topk, topk + pool, width, width - n]
+    centres += [LONG_LENGTH, geometry.context]
+    around = {centre + step for centre in centres for step in (-2, -1, 0, 1, 2)} | {1, 2, 3, n, pool - 1, pool}
+    return np.array(sorted(value for value in around if 1 <= value <= geometry.context), np.int64)
+
+
+def _scripted(config: Config, rng: np.random.Generator) -> list[Round]:
+    main, other = config.buckets[0], config.buckets[-1]
+    values = boundaries(config.geometry)
+    rows = rng.permutation(np.arange(1, config.geometry.request_rows))
+    rounds = []
+    for i in range(SCRIPTED_ROUNDS):
+        bucket = other if i % 3 == 2 else main
+        raw = (bucket, bucket, bucket, max(bucket - 1, 0), bucket // 2)[i % 5]
+        lengths = _script_lengths(i, raw, values, config.geometry.context)
+        if i % 2:
+            rows = np.roll(rows, 1)  # every request moves to another batch row
+        if i % 7 == 6:
+            rows = rng.permutation(rows)
+        requests = rows[:raw].copy()
+        if i % 8 == 5 and raw > 1:
+            requests[1] = requests[0]  # two batch rows of one request
+        remap = rng.choice(requests, size=min(raw, i % (REMAPS_PER_ROUND + 1)), replace=False) if raw else requests
+        rounds.append(
+            Round(
+                bucket=bucket,
+                seq_lens=tuple(lengths.tolist()),
+                requests=tuple(requests.tolist()),
+                remap=tuple(dict.fromkeys(remap.tolist())),
+                poison=POISONS[i % 3],
+                twice=i in (4, 11),
+            )
+        )
+    return rounds
+
+
+def _script_lengths(i: int, raw: int, values: Array, context: int) -> Array:
+    """Round i's lengths: a walk up the boundaries, then down, with the extremes between them."""
+    row = np.arange(raw)
+    if i == 3:
+        return np.ones(raw, np.int64)
+    if i == 7:
+        return np.full(raw, context, np.int64)
+    if i == 8:
+        return np.where(row == 0, context, 1).astype(np.int64)  # one huge request among tiny ones
+    if i == 12:
+        return np.zeros(raw, np.int64)
+    step = i if i < 9 else SCRIPTED_ROUNDS - i
+    return values[(step * 5 + row * 7) % len(values)]
+
+
+def _random(config: Config, rng: np.random.Generator, count: int, generations: Array) -> RoundTable:
+    """`count` random rounds, drawn column by column."""
+    geometry, widest = config.geometry, max(config.buckets)
+    values = boundaries(geometry)
+    bucket = rng.choice(np.array(config.buckets), size=count, p=_mostly_first(len(config.buckets)))
+    raw = np.where(rng.random(count) < 0.75, bucket, rng.integers(0, bucket + 1))
+    shape = (count, widest)
+    uniform = np.exp(rng.random(shape) * np.log(geometry.context)).astype(np.int64)
+    lengths = np.where(rng.random(shape) < 0.5, rng.choice(values, size=shape), np.clip(uniform, 0, geometry.context))
+    live = np.arange(widest)[None, :] < raw[:, None]
+    requests = rng.integers(1, geometry.request_rows, size=shape)
+    remap_rows = np.where(
+        rng.random((count, REMAPS_PER_ROUND)) < 0.25, requests[:, :1] + np.arange(REMAPS_PER_ROUND), -1
+    )
+    remap_rows = np.where(remap_rows < geometry.request_rows, remap_rows, -1)
+    remap_generations = np.zeros_like(remap_rows)
+    for i, slot in zip(*np.nonzero(remap_rows >= 0), strict=True):
+        generations[remap_rows[i, slot]] += 1
+        remap_generations[i, slot] = generations[remap_rows[i, slot]]
+    return complete_table(
+        config.system.name,
+        geometry,
+        bucket=bucket,
+        raw=raw,
+        poison=rng.integers(0, len(POISONS), size=count),
+        twice=(rng.random(count) < 0.02).astype(np.int64),
+        seq_lens=np.where(live, lengths, seq_len_fill(config.system.name, geometry)),
+        requests=np.where(live, requests, PAD_REQUEST),
+        extend_lens=_extend_lens(config, rng, live),
+        remap_rows=remap_rows,
+        remap_generations=remap_generations,
+    )
+
+
+def _extend_lens(config: Config, rng: np.random.Generator, live: npt.NDArray[np.bool_]) -> Array:
+    """All N in three rounds of four; otherwise ragged, zeros included (contract 1.3)."""
+    n = config.geometry.draft_tokens
+    ragged = rng.random((live.shape[0], 1)) < 0.25
+    return np.where(ragged & live, rng.integers(0, n + 1, size=live.shape), n)
+
+
+def _mostly_first(count: int) -> Array:
+    weights = np.array([0.7] + [0.3 / max(count - 1, 1)] * (count - 1))
+    return weights / weights.sum()

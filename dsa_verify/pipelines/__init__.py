@@ -1,0 +1,1 @@
+"""The optimised pipelines: Triton kernels and their assembly into subjects."""

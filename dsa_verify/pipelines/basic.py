@@ -1,0 +1,101 @@
+"""The optimised decode, target-verify and draft-extend subjects: everything in the graph, in one launch."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+
+from dsa_verify.geometry import Geometry
+from dsa_verify.pipelines.basic_kernel import DECODE, EXTEND, VERIFY, metadata_kernel
+from dsa_verify.subject import Buffers, Inputs
+
+COLUMN_BLOCK: Final = 1024
+REQUEST_LANES: Final = 128
+# Table programs to aim for: about four a multiprocessor of a large GPU, so a wide row is spread over several.
+TABLE_PROGRAMS: Final = 528
+INTERPRETED_GROUP: Final = 64
+
+
+class _Basic:
+    """One launch of `metadata_kernel` in `in_graph`; nothing before the replay (contract 1.1 to 1.4)."""
+
+    name = "triton"
+    mode = DECODE
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        self._geometry, self._inputs, self._buffers = geometry, inputs, buffers
+        for constant in ("cu_seqlens_q", "dsa_cu_seqlens_q"):
+            tensor = buffers[constant]
+            tensor.copy_(torch.arange(tensor.numel(), dtype=tensor.dtype, device=tensor.device))
+
+    def before_replay(self) -> None:
+        pass
+
+    def in_graph(self) -> None:
+        geometry, inputs, out = self._geometry, self._inputs, self._buffers
+        batch = inputs.seq_lens.shape[0]
+        real = out["real_page_table"]
+        wide = out.get("page_table_1", real)
+        extend = inputs.extend_lens if inputs.extend_lens is not None else inputs.seq_lens
+        context_lens = out["paged_mqa_ctx_lens_2d"]
+        block = max(min(COLUMN_BLOCK, triton.next_power_of_2(geometry.columns)), geometry.page_size)
+        shares = max(1, min(-(-geometry.columns // block), TABLE_PROGRAMS // batch))
+        # The interpreter pays by the operation, not by the element: there one worker takes all requests at once.
+        workers, group = (
+            (batch * shares, 1) if real.is_cuda else (1, min(INTERPRETED_GROUP, triton.next_power_of_2(batch)))
+        )
+        metadata_kernel[(1 + workers,)](
+            inputs.seq_lens,
+            inputs.req_pool_indices,
+            inputs.req_to_token,
+            extend,
+            out["cache_seqlens_int32"],
+            out["cu_seqlens_k"],
+            out["dsa_seqlens_expanded"],
+            out["dsa_cache_seqlens_int32"],
+            out["dsa_cu_seqlens_k"],
+            context_lens,
+            wide,
+            real,
+            batch,
+            inputs.seq_lens.stride(0),
+            inputs.req_pool_indices.stride(0),
+            extend.stride(0),
+            inputs.req_to_token.stride(0),
+            geometry.draft_tokens,
+            geometry.columns,
+            geometry.pages,
+            wide.stride(0),
+            real.stride(0),
+            geometry.topk,
+            MODE=self.mode,
+            POOL=geometry.pool_size,
+            PAGE=geometry.page_size,
+            WIDE=geometry.wide_table,
+            CONTEXT_PER_REQUEST=out.layout["paged_mqa_ctx_lens_2d"].alias is None,
+            SHARES=shares,
+            BLOCK=block,
+            LANES=min(REQUEST_LANES, triton.next_power_of_2(batch)),
+            DRAFT_LANES=triton.next_power_of_2(geometry.draft_tokens),
+            GROUP=group,
+        )
+
+
+class Decode(_Basic):
+    """Contract 1.1."""
+
+    mode = DECODE
+
+
+class TargetVerify(_Basic):
+    """Contract 1.2."""
+
+    mode = VERIFY
+
+
+class DraftExtend(_Basic):
+    """Contract 1.3, static and ragged alike."""
+
+    mode = EXTEND

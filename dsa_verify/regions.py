@@ -1,0 +1,157 @@
+"""Region: a stretch of memory that the judge looks at or the poison is spread over, as int32 words in rows.
+
+One description serves the fields, the guards, the rows that belong to wider buckets and the inputs, so that a single
+launch over a table of regions can see to all of them. Words make every dtype comparable bit by bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from enum import Enum
+
+import torch
+
+from dsa_verify.arena import GUARD_WORD, Arena
+from dsa_verify.contract import DTYPE_BYTES, Dead, Field, Layout, Lifetime, Row
+from dsa_verify.errors import UsageError
+from dsa_verify.subject import Inputs
+
+LOUD_WORD = -0x61616162  # int32 of 0x9E9E9E9E: negative, and neither a guard nor a graph's own poison
+
+
+class Kind(Enum):
+    FIELD = "field"  # an output of the subject, against the oracle's
+    GUARD = "guard"  # between two buffers of the subject
+    BEYOND = "beyond"  # rows of a shared buffer that belong to wider buckets only
+    INPUT = "input"  # an input of the subject, against the oracle's copy
+    ORACLE_GUARD = "oracle guard"  # a hit here is the harness's own fault
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """What the judge needs to know of the round that a bucket has just replayed; the feed writes it.
+
+    `live_tokens` int32 [bucket]; `token_rows` int32 [1]; `row_request` int32 [token rows].
+    """
+
+    live_tokens: torch.Tensor
+    token_rows: torch.Tensor
+    row_request: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Region:
+    """`got` (and `want`, where there is one): int32 [rows, words], unit column stride.
+
+    Without `want` every word must equal `constant`. `row_request` maps a row to its request; `want` is read at that
+    request's row if `want_per_request`. A word is live iff its row is below `live_rows` and its element column times
+    `column_step` is below the request's `live_tokens`; dead words must equal `constant` unless `dead` is STALE.
+    `poisonable`: overwritten before each replay. `low`, `high`: the range a plausible poison is drawn from.
+    """
+
+    kind: Kind
+    name: str
+    got: torch.Tensor
+    want: torch.Tensor | None = None
+    row_request: torch.Tensor | None = None
+    want_per_request: bool = False
+    live_tokens: torch.Tensor | None = None
+    column_step: int = 0
+    live_rows: torch.Tensor | None = None
+    live_rows_extra: int = 0
+    words_per_element: int = 1
+    dead: Dead = Dead.STALE
+    constant: int = 0
+    poisonable: bool = False
+    low: int = 0
+    high: int = 1
+    neighbours: tuple[str | None, str | None] = (None, None)
+
+
+def as_words(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """`tensor` as int32 [rows, words]; UsageError if the elements of a row are not adjacent."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    columns = tensor[0].numel() if tensor.dim() > 1 and rows else 1
+    if tensor.dim() > 1 and columns > 1 and not tensor[0].is_contiguous():
+        raise UsageError(f"{what}: strides {tuple(tensor.stride())} do not keep a row together; make rows contiguous")
+    stride = tensor.stride(0) if tensor.dim() else 1
+    return tensor.as_strided((rows, columns), (stride, 1)).view(torch.int32)
+
+
+def field_regions(
+    layout: Layout,
+    subject: Mapping[str, torch.Tensor],
+    oracle: Mapping[str, torch.Tensor],
+    control: Control,
+) -> list[Region]:
+    """A region for each field that owns memory, in layout order. An alias is its owner's memory; the ledger sees
+    that it stays one."""
+    return [
+        _field_region(field, subject[field.name], oracle[field.name], control)
+        for field in layout
+        if field.alias is None
+    ]
+
+
+def _field_region(field: Field, got: torch.Tensor, want: torch.Tensor, control: Control) -> Region:
+    words = DTYPE_BYTES[field.dtype] // 4
+    return Region(
+        kind=Kind.FIELD,
+        name=field.name,
+        got=as_words(got, field.name),
+        want=as_words(want, field.name),
+        row_request=control.row_request if field.row is Row.TOKEN else None,
+        want_per_request=field.one_row_per_request,
+        live_tokens=control.live_tokens if field.column_step else None,
+        column_step=field.column_step,
+        live_rows=control.token_rows if field.live_token_rows else None,
+        # A prefix sum has one element more than the rows it sums.
+        live_rows_extra=1 if field.row is Row.TOKEN_PREFIX else 0,
+        words_per_element=words,
+        dead=Dead.PAD if field.dead is Dead.PAD else Dead.STALE,
+        constant=field.dead_value,
+        poisonable=field.lifetime is Lifetime.REPLAY,
+        low=max(field.low, 0),
+        high=field.high,
+    )
+
+
+def guard_regions(arena: Arena, kind: Kind) -> list[Region]:
+    return [
+        Region(
+            kind=kind,
+            name=guard.after or guard.before or "",
+            got=guard.words.view(1, -1),
+            constant=GUARD_WORD,
+            poisonable=True,
+            neighbours=(guard.after, guard.before),
+        )
+        for guard in arena.guards
+    ]
+
+
+def beyond_regions(arena: Arena, bucket: int) -> list[Region]:
+    return [
+        Region(kind=Kind.BEYOND, name=name, got=as_words(rows, name), constant=LOUD_WORD, poisonable=True)
+        for name, rows in arena.beyond(bucket).items()
+    ]
+
+
+def input_regions(subject: Inputs, oracle: Inputs) -> list[Region]:
+    wanted = oracle.tensors()
+    return [
+        Region(
+            kind=Kind.INPUT,
+            name=name,
+            got=as_words(tensor, name),
+            want=as_words(wanted[name], name),
+            words_per_element=tensor.element_size() // 4,
+        )
+        for name, tensor in subject.tensors().items()
+    ]
+
+
+def private_fields(layout: Layout, regions: Sequence[Region]) -> list[Region]:
+    """The field regions that only this bucket may write: they must survive the replays of other buckets."""
+    return [region for region in regions if region.kind is Kind.FIELD and not layout[region.name].shared]

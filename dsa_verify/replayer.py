@@ -1,0 +1,408 @@
+"""Replayer: captures every bucket of a run and replays rounds over them, subject beside oracle, judge after both.
+
+One direction: inputs, poison, oracle, subject, judge. Nothing is read back from the device while rounds run; the
+caller polls. What the subject does wrong before any bit could be compared (it raises, synchronises in capture,
+returns the wrong tensors, keeps allocations) is a `SubjectFault`, not a traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dsa_verify.arena import TORCH_DTYPES, Arena, Identity
+from dsa_verify.compilations import count_compilations
+from dsa_verify.contract import Layout
+from dsa_verify.errors import CaptureError, DeviceLost, DsaVerifyError, HarnessError
+from dsa_verify.feed import Feed
+from dsa_verify.geometry import Geometry
+from dsa_verify.graphs import Backend, Graph
+from dsa_verify.judge import Judge, Phase, Tally
+from dsa_verify.poison import Poison
+from dsa_verify.regions import (
+    LOUD_WORD,
+    Control,
+    Kind,
+    beyond_regions,
+    field_regions,
+    guard_regions,
+    input_regions,
+    private_fields,
+)
+from dsa_verify.rounds import RoundTable
+from dsa_verify.subject import Buffers, Inputs, Subject, SubjectFactory, current_outputs
+from dsa_verify.systems import System
+
+ORACLE_WORD: Final = -0x4D4D4D4E  # int32 of 0xB2B2B2B2: what the oracle has not written is no poison of the subject
+# The first call of before_replay may make its constants lazily (contract 3.7); a later one must keep nothing.
+WATCHED_ROUNDS: Final = range(1, 4)
+_STICKY: Final = ("illegal memory access", "misaligned address", "device-side assert", "unspecified launch failure")
+
+
+class SubjectFault(DsaVerifyError):
+    """The subject failed at `stage` (allocate, warm-up, capture, before_replay, replay) of `bucket`."""
+
+    status = 1
+
+    def __init__(self, stage: str, bucket: int, message: str, *, kind: str, round_: int | None = None):
+        super().__init__(message)
+        self.stage, self.bucket, self.kind, self.round = stage, bucket, kind, round_
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AddressChange:
+    """An output is no longer where (or what) it was when the graph captured it."""
+
+    bucket: int
+    field: str
+    round: int
+    change: str
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class Lane:
+    """Everything of one bucket that a round touches."""
+
+    bucket: int
+    layout: Layout
+    subject: Subject
+    oracle: Subject
+    inputs: Inputs
+    buffers: Buffers
+    oracle_buffers: Buffers
+    control: Control
+    subject_graph: Graph
+    oracle_graph: Graph
+    prepare: Callable[[], None]
+    judge: Callable[[Phase], None]
+    judge_private: Callable[[], None]
+    judges: tuple[Judge, Judge]
+    ledger: dict[str, Identity]
+    at_capture: dict[str, torch.Tensor]
+    rounds: int = 0
+
+
+class Replayer:
+    """Captures `buckets` on construction; `run` replays a table of rounds, `poll` says what was seen so far.
+
+    `capacity`: rounds of one table at most. `remap_slots`: remapped requests of one round at most. `record`: keep
+    what the oracle gave for the capture-time inputs, which the diagnosis compares with.
+    """
+
+    def __init__(
+        self,
+        system: System,
+        geometry: Geometry,
+        buckets: tuple[int, ...],
+        factory: SubjectFactory,
+        backend: Backend,
+        *,
+        capacity: int,
+        remap_slots: int,
+        record: bool = False,
+    ):
+        self._record = record
+        self.system, self.geometry, self.backend = system, geometry, backend
+        self.device = backend.device
+        self.address_changes: list[AddressChange] = []
+        self.rounds_run = 0
+        self._last: Lane | None = None
+        # Largest first, as engines capture, so that a shared pool fits the later ones.
+        order = sorted(buckets, reverse=True)
+        self.feed = Feed(system.name, geometry, order[0], self.device, capacity=capacity, remap_slots=remap_slots)
+        layouts = [system.layout(geometry, bucket) for bucket in order]
+        self.arena = Arena(layouts, self.device, LOUD_WORD)
+        self.oracle_arena = Arena([layout.for_oracle() for layout in layouts], self.device, ORACLE_WORD)
+        # The oracle shares neither pool nor stream with what it judges.
+        self._pools = (backend.new_pool(), backend.new_pool())
+        self._oracle_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._compilations = count_compilations()
+        self.lanes: dict[int, Lane] = {}
+        for layout in layouts:
+            self.lanes[layout.bucket] = self._open_lane(layout, factory)
+        for lane in self.lanes.values():
+            lane.ledger = self._identities(lane)
+        self._compilations_at_start = self._compilations()
+
+    @property
+    def compilations_after_warmup(self) -> int:
+        return self._compilations() - self._compilations_at_start
+
+    def run(self, table: RoundTable, *, after_round: Callable[[Lane, int], bool] | None = None) -> None:
+        """Replay every round of `table`; stops early when `after_round(lane, row)` returns True."""
+        self.feed.upload(table)
+        for i, (bucket, twice) in enumerate(zip(table.bucket.tolist(), table.twice.tolist(), strict=True)):
+            self._round(self.lanes[bucket], bool(twice))
+            if after_round is not None and after_round(self.lanes[bucket], i):
+                return
+
+    def finish(self) -> None:
+        """Judge once more what every bucket but the last still holds: its outputs must live through the run."""
+        for lane in self.lanes.values():
+            if lane is not self._last and lane.rounds:
+                lane.judge_private()
+
+    def poll(self) -> dict[int, Tally]:
+        """What the judges have seen, by bucket; synchronises."""
+        with _device_errors():
+            tallies = {}
+            for lane in self.lanes.values():
+                full, private = (judge.poll() for judge in lane.judges)
+                tallies[lane.bucket] = Tally(
+                    compared=full.compared,
+                    differing={**private.differing, **full.differing},
+                    first=private.first + full.first,
+                )
+                self._check_identities(lane, max(self.rounds_run - 1, 0))
+        return tallies
+
+    # One round -------------------------------------------------------------------------------------------------
+
+    def _round(self, lane: Lane, twice: bool) -> None:
+        with _device_errors():
+            if lane.rounds and self._last is not lane:
+                lane.judge_private()
+            lane.prepare()
+            self._replay_oracle(lane)
+            self._replay_subject(lane)
+            lane.judge(Phase.REPLAY)
+            if twice:
+                self._replay_subject(lane)
+                lane.judge(Phase.SECOND_REPLAY)
+        self._check_pointers(lane)
+        lane.rounds += 1
+        self.rounds_run += 1
+        self._last = lane
+
+    def _replay_oracle(self, lane: Lane) -> None:
+        if self._oracle_stream is None:
+            lane.oracle_graph.replay()
+            return
+        self._oracle_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._oracle_stream):
+            lane.oracle_graph.replay()
+        torch.cuda.current_stream(self.device).wait_stream(self._oracle_stream)
+
+    def _replay_subject(self, lane: Lane) -> None:
+        stage = "before_replay"
+        try:
+            if lane.rounds in WATCHED_ROUNDS:
+                with _Allocations() as watch:
+                    lane.subject.before_replay()
+                watch.check(lane, self.rounds_run)
+            else:
+                lane.subject.before_replay()
+            stage = "replay"
+            lane.subject_graph.replay()
+        except Exception as error:
+            self._raise_fault(error, stage, lane.bucket)
+
+    def _check_pointers(self, lane: Lane) -> None:
+        """The cheap half of the ledger, every round; `poll` does the rest."""
+        outputs = current_outputs(lane.subject, lane.buffers)
+        for name, identity in lane.ledger.items():
+            tensor = outputs.get(name)
+            if tensor is None or tensor.data_ptr() != identity.pointer:
+                self._check_identities(lane, self.rounds_run)
+                return
+
+    def _check_identities(self, lane: Lane, round_: int) -> None:
+        now = self._identities(lane)
+        seen = {(change.bucket, change.field) for change in self.address_changes}
+        for name, identity in lane.ledger.items():
+            change = identity.change_to(now[name]) if name in now else "the output is gone"
+            if change and (lane.bucket, name) not in seen:
+                self.address_changes.append(AddressChange(bucket=lane.bucket, field=name, round=round_, change=change))
+
+    # Opening a bucket --------------------------------------------------------------------------------------------
+
+    def _open_lane(self, layout: Layout, factory: SubjectFactory) -> Lane:
+        bucket, feed = layout.bucket, self.feed
+        subject_inputs, oracle_inputs = feed.inputs(bucket)
+        control, poison_kind = feed.control(bucket)
+        buffers, oracle_buffers = self.arena.at(bucket), self.oracle_arena.at(bucket)
+        oracle_graph, oracle = self._open_oracle(oracle_inputs, oracle_buffers)
+        at_capture = {name: tensor.cpu().clone() for name, tensor in oracle_buffers.items()} if self._record else {}
+        subject, subject_graph = self._open_subject(bucket, factory, subject_inputs, buffers)
+        outputs = current_outputs(subject, buffers)
+        fields = field_regions(layout, outputs, oracle_buffers, control)
+        subject_regions = [*fields, *guard_regions(self.arena, Kind.GUARD), *beyond_regions(self.arena, bucket)]
+        judged = [
+            *subject_regions,
+            *input_regions(subject_inputs, oracle_inputs),
+            *guard_regions(self.oracle_arena, Kind.ORACLE_GUARD),
+        ]
+        judge = Judge(judged, self.device, feed.round_index)
+        private = Judge(private_fields(layout, fields), self.device, feed.round_index)
+        poison = Poison(subject_regions, self.device, feed.round_index, poison_kind)
+
+        def prepare() -> None:
+            feed.step(bucket)
+            poison.launch()
+
+        lane = Lane(
+            bucket=bucket,
+            layout=layout,
+            subject=subject,
+            oracle=oracle,
+            inputs=subject_inputs,
+            buffers=buffers,
+            oracle_buffers=oracle_buffers,
+            control=control,
+            subject_graph=subject_graph,
+            oracle_graph=oracle_graph,
+            prepare=self._harness_graph(prepare),
+            judge=self._judge_graphs(judge),
+            judge_private=self._harness_graph(lambda: private.launch(Phase.BEFORE)),
+            judges=(judge, private),
+            ledger={},
+            at_capture=at_capture,
+        )
+        # Making the harness's graphs ran them once: back to the inputs and counters of a fresh start.
+        self.feed.reset()
+        for each in lane.judges:
+            each.reset()
+        return lane
+
+    def _open_oracle(self, inputs: Inputs, buffers: Buffers) -> tuple[Graph, Subject]:
+        oracle = self.system.make_oracle()
+        try:
+            oracle.allocate(self.geometry, inputs, buffers)
+            oracle.in_graph()
+            return self.backend.capture(oracle.in_graph, pool=self._pools[0]), oracle
+        except Exception as error:
+            raise HarnessError(f"the oracle of {self.system.name} cannot be captured: {error}") from error
+
+    def _open_subject(
+        self, bucket: int, factory: SubjectFactory, inputs: Inputs, buffers: Buffers
+    ) -> tuple[Subject, Graph]:
+        stage = "construct"
+        try:
+            subject = factory()
+            stage = "allocate"
+            subject.allocate(self.geometry, inputs, buffers)
+            self._check_outputs(subject, buffers)
+            stage = "warm-up"
+            # Engines warm up before they capture: kernels compile and caches fill outside the graph.
+            for _ in range(2):
+                subject.before_replay()
+                subject.in_graph()
+            stage = "capture"
+            graph = self.backend.capture(subject.in_graph, pool=self._pools[1])
+            self._check_outputs(subject, buffers)
+            return subject, graph
+        except Exception as error:
+            self._raise_fault(error, stage, bucket)
+            raise AssertionError from error  # _raise_fault always raises
+
+    def _check_outputs(self, subject: Subject, buffers: Buffers) -> None:
+        """Every field of the layout is there, in its shape and dtype, and an alias is one."""
+        outputs = current_outputs(subject, buffers)
+        layout = buffers.layout
+        wrong = []
+        for field in layout:
+            tensor = outputs.get(field.name)
+            if tensor is None:
+                wrong.append(f"{field.name} is missing (int32 {list(field.shape)}, contract {field.section})")
+            elif tuple(tensor.shape) != field.shape or tensor.dtype != TORCH_DTYPES[field.dtype]:
+                wrong.append(
+                    f"{field.name} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, "
+                    f"it must be {field.dtype} {list(field.shape)} (contract {field.section})"
+                )
+            elif field.alias is not None and tensor.data_ptr() != outputs[field.alias].data_ptr():
+                wrong.append(f"{field.name} must share its memory with {field.alias} (contract {field.section})")
+        if wrong:
+            raise SubjectFault("allocate", layout.bucket, "; ".join(wrong), kind="wrong outputs")
+
+    def _identities(self, lane: Lane) -> dict[str, Identity]:
+        outputs = current_outputs(lane.subject, lane.buffers)
+        return {field.name: Identity.of(outputs[field.name]) for field in lane.layout if field.name in outputs}
+
+    def _raise_fault(self, error: Exception, stage: str, bucket: int) -> None:
+        if isinstance(error, (SubjectFault, DeviceLost)):
+            raise error
+        _raise_if_lost(error)
+        if isinstance(error, CaptureError):
+            doing = f" while doing {error.operation}" if error.operation else ""
+            kind = "raises in capture" if error.operation is None else "synchronises in capture"
+            raise SubjectFault(stage, bucket, f"in_graph cannot be captured{doing}: {error}", kind=kind) from error
+        message = f"{stage} raised {type(error).__name__}: {error}"
+        raise SubjectFault(stage, bucket, message, kind=f"raises in {stage}", round_=self.rounds_run) from error
+
+    # The harness's own launches ----------------------------------------------------------------------------------
+
+    def _harness_graph(self, body: Callable[[], None]) -> Callable[[], None]:
+        """`body` as a graph on a CUDA device, where launching it piece by piece would cost more than the round."""
+        if self.device.type != "cuda":
+            return body
+        body()  # compile outside the capture; the caller undoes what this wrote
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            body()
+        return graph.replay
+
+    def _judge_graphs(self, judge: Judge) -> Callable[[Phase], None]:
+        if self.device.type != "cuda":
+            return judge.launch
+        graphs = {
+            phase: self._harness_graph(functools.partial(judge.launch, phase))
+            for phase in (Phase.REPLAY, Phase.SECOND_REPLAY)
+        }
+        return lambda phase: graphs[phase]()
+
+
+class _Allocations(TorchDispatchMode):
+    """Notes every new storage while it is active; `check` refuses those that somebody still holds afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, str, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {_storage_key(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and _storage_key(tensor) not in known:
+                storage = tensor.untyped_storage()
+                self._made[_storage_key(tensor)] = (StorageWeakRef(storage), str(func), storage.nbytes())
+        return result
+
+    def check(self, lane: Lane, round_: int) -> None:
+        kept = [(name, size) for reference, name, size in self._made.values() if not reference.expired()]
+        if kept:
+            name, size = kept[0]
+            message = (
+                f"before_replay keeps {len(kept)} new allocation(s), the first {size} bytes made by {name}; "
+                "write into the captured buffer instead"
+            )
+            raise SubjectFault("before_replay", lane.bucket, message, kind="allocates in replay", round_=round_)
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@contextlib.contextmanager
+def _device_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        _raise_if_lost(error)
+        raise
+
+
+def _raise_if_lost(error: BaseException) -> None:
+    text = str(error)
+    if any(sign in text for sign in _STICKY):
+        raise DeviceLost(
+            f"the device reported: {text.splitlines()[0]}; this process can verify nothing more"
+        ) from error

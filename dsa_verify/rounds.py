@@ -1,0 +1,188 @@
+"""RoundTable: many rounds as columns, padded the way an engine pads them, ready to be uploaded in one go.
+
+The replayer never looks at a `Round` while it replays; it uploads a table and lets the device pick row after row.
+Everything the judge needs to know about liveness is derived here, on the host, from the contract's rules: the live
+token bound of each request, the token rows of this round and the request each of them belongs to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dsa_verify.geometry import DISJOINT_GENERATIONS, Geometry
+from dsa_verify.scenario import POISONS, Round
+
+PAD_REQUEST: Final = 0
+PAGE_ID_MULTIPLIER: Final = 0x9E3779B1  # odd, so multiplying permutes the ids modulo a power of two
+
+Array = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RoundTable:
+    """M rounds, padded to the widest bucket B and the most token rows T. All arrays are int64.
+
+    `bucket`, `raw`, `poison` (index into POISONS), `twice`, `token_rows`: [M]. `seq_lens`, `requests`,
+    `extend_lens`, `live_tokens`: [M, B]. `row_request`: [M, T], the batch row that owns each token row (0 beyond
+    `token_rows`). `remap_rows`, `remap_generations`: [M, R], row -1 where there is none.
+    """
+
+    bucket: Array
+    raw: Array
+    poison: Array
+    twice: Array
+    token_rows: Array
+    seq_lens: Array
+    requests: Array
+    extend_lens: Array
+    live_tokens: Array
+    row_request: Array
+    remap_rows: Array
+    remap_generations: Array
+
+    def __len__(self) -> int:
+        return len(self.bucket)
+
+    def rounds(self, system: str) -> list[Round]:
+        """All rows as `Round`s."""
+        return [self.round(i, system) for i in range(len(self))]
+
+    def round(self, i: int, system: str) -> Round:
+        """Row `i` as a `Round`."""
+        raw = int(self.raw[i])
+        return Round(
+            bucket=int(self.bucket[i]),
+            seq_lens=tuple(self.seq_lens[i, :raw].tolist()),
+            requests=tuple(self.requests[i, :raw].tolist()),
+            extend_lens=tuple(self.extend_lens[i, :raw].tolist()) if system == "draft_extend" else None,
+            remap=tuple(int(row) for row in self.remap_rows[i] if row >= 0),
+            poison=POISONS[int(self.poison[i])],
+            twice=bool(self.twice[i]),
+        )
+
+
+def seq_len_fill(system: str, geometry: Geometry) -> int:
+    """What a pad row's length holds (contract 0.2)."""
+    if system == "draft_extend" and geometry.pool_size > 1:
+        # Keeps the first pool write of a pad row, seq - N, at or above a whole pool.
+        return max(1, geometry.draft_tokens + geometry.pool_size)
+    return 1
+
+
+def tabulate(
+    system: str,
+    geometry: Geometry,
+    rounds: Sequence[Round],
+    generations: Array,
+    *,
+    widest_bucket: int,
+    remap_slots: int | None = None,
+) -> RoundTable:
+    """The table of `rounds`; `generations` [request_rows] is advanced in place by their remaps."""
+    count, n = len(rounds), geometry.draft_tokens
+    slots = remap_slots if remap_slots is not None else max((len(r.remap) for r in rounds), default=0)
+    seq_lens = np.full((count, widest_bucket), seq_len_fill(system, geometry), np.int64)
+    requests = np.full((count, widest_bucket), PAD_REQUEST, np.int64)
+    extend_lens = np.full((count, widest_bucket), n, np.int64)
+    remap_rows = np.full((count, slots), -1, np.int64)
+    remap_generations = np.zeros((count, slots), np.int64)
+    for i, round_ in enumerate(rounds):
+        raw = round_.raw_batch
+        seq_lens[i, :raw] = round_.seq_lens
+        requests[i, :raw] = round_.requests
+        if round_.extend_lens is not None:
+            extend_lens[i, :raw] = round_.extend_lens
+        for slot, row in enumerate(dict.fromkeys(round_.remap)):
+            generations[row] += 1
+            remap_rows[i, slot] = row
+            remap_generations[i, slot] = generations[row]
+    return complete_table(
+        system,
+        geometry,
+        bucket=np.array([r.bucket for r in rounds], np.int64),
+        raw=np.array([r.raw_batch for r in rounds], np.int64),
+        poison=np.array([POISONS.index(r.poison) for r in rounds], np.int64),
+        twice=np.array([r.twice for r in rounds], np.int64),
+        seq_lens=seq_lens,
+        requests=requests,
+        extend_lens=extend_lens,
+        remap_rows=remap_rows,
+        remap_generations=remap_generations,
+    )
+
+
+def complete_table(
+    system: str,
+    geometry: Geometry,
+    *,
+    bucket: Array,
+    raw: Array,
+    poison: Array,
+    twice: Array,
+    seq_lens: Array,
+    requests: Array,
+    extend_lens: Array,
+    remap_rows: Array,
+    remap_generations: Array,
+) -> RoundTable:
+    """A table from its drawn columns; adds what the contract derives from them (live bounds, token rows)."""
+    count, widest = seq_lens.shape
+    n = geometry.draft_tokens
+    # Contract 1.2: in verify the N rows of a request are live up to the length with its whole draft.
+    live_tokens = seq_lens + n if system == "target_verify" else seq_lens
+    in_bucket = np.arange(widest)[None, :] < bucket[:, None]
+    per_request = extend_lens if system == "draft_extend" else np.full_like(extend_lens, n)
+    owned = np.where(in_bucket, per_request, 0)
+    token_rows = owned.sum(1)
+    row_request = np.zeros((count, widest * n), np.int64)
+    if system != "decode":
+        for i in range(count):
+            row_request[i, : token_rows[i]] = np.repeat(np.arange(widest), owned[i])
+    return RoundTable(
+        bucket=bucket,
+        raw=raw,
+        poison=poison,
+        twice=twice,
+        token_rows=token_rows,
+        seq_lens=seq_lens,
+        requests=requests,
+        extend_lens=extend_lens,
+        live_tokens=live_tokens,
+        row_request=row_request,
+        remap_rows=remap_rows,
+        remap_generations=remap_generations,
+    )
+
+
+def token_slots(geometry: Geometry, rows: Array, generations: Array) -> Array:
+    """Slots of whole rows of `req_to_token`: int64 [len(rows), token_columns] (contract 0.1).
+
+    Pages are consecutive and aligned; page ids differ between rows, pages and DISJOINT_GENERATIONS generations, so
+    a slot says which request and position it belongs to. Row 0, the pad request, is all zero.
+    """
+    pages = np.arange(geometry.pages_per_row, dtype=np.int64)
+    base = (generations % DISJOINT_GENERATIONS) * geometry.request_rows + rows
+    ordinal = base[:, None] * geometry.pages_per_row + pages[None, :]
+    page_id = 1 + (ordinal * PAGE_ID_MULTIPLIER) % geometry.page_id_space
+    width = geometry.allocator_page
+    slots = (page_id[:, :, None] * width + np.arange(width)).reshape(len(rows), -1)[:, : geometry.token_columns]
+    return np.where(rows[:, None] == PAD_REQUEST, 0, slots)
+
+
+def owner_of_slot(geometry: Geometry, slot: int) -> tuple[int, int, int] | None:
+    """(request row, position, generation modulo DISJOINT_GENERATIONS) whose token `slot` is; None if nobody's."""
+    page_id, offset = divmod(slot, geometry.allocator_page)
+    inverse = pow(PAGE_ID_MULTIPLIER, -1, geometry.page_id_space)
+    ordinal = (page_id - 1) * inverse % geometry.page_id_space
+    base, page = divmod(ordinal, geometry.pages_per_row)
+    generation, row = divmod(base, geometry.request_rows)
+    position = page * geometry.allocator_page + offset
+    known = 1 <= page_id <= geometry.page_id_space and generation < DISJOINT_GENERATIONS
+    if not known or row == PAD_REQUEST or position >= geometry.token_columns:
+        return None
+    return row, position, generation

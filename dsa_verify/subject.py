@@ -1,0 +1,109 @@
+"""Subject: what a pipeline under test looks like to the replayer. Oracles implement the same protocol.
+
+One instance serves one captured bucket. Its life: `allocate` once, outside capture; `in_graph` once or twice as a
+warm-up and once under capture; then, for every round, `before_replay` and a replay of the captured graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from dsa_verify.contract import Layout
+from dsa_verify.errors import UsageError
+from dsa_verify.geometry import Geometry
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """The static input buffers of one bucket; a subject must never write them.
+
+    `seq_lens`, `req_pool_indices`: [bucket], int64 or int32, possibly strided. `req_to_token`: int32 [request rows,
+    token columns], possibly strided by rows. `extend_lens`: int32 [bucket], draft-extend only. Contract 0.1.
+    """
+
+    seq_lens: torch.Tensor
+    req_pool_indices: torch.Tensor
+    req_to_token: torch.Tensor
+    extend_lens: torch.Tensor | None = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The inputs that this system has, by name."""
+        names = (field.name for field in dataclasses.fields(self))
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+class Buffers(MutableMapping[str, torch.Tensor]):
+    """The output tensors of one bucket by field name, each guarded on both sides and at a stable address.
+
+    Assigning a name replaces what the verifier takes for that output, which after capture is a finding.
+    """
+
+    def __init__(self, layout: Layout, tensors: Mapping[str, torch.Tensor]):
+        self.layout = layout
+        self._tensors = dict(tensors)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
+        self._tensors[name] = tensor
+
+    def __delitem__(self, name: str) -> None:
+        del self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+@runtime_checkable
+class Subject(Protocol):
+    """A metadata pipeline at one bucket.
+
+    `allocate` may keep the tensors of `buffers` as its outputs (they are guarded), or fix buffers of its own and
+    return them from an optional method `outputs() -> Mapping[str, Tensor]`; it also writes the fields that are only
+    written at capture. `before_replay` is the eager work before each replay; `in_graph` is what is recorded.
+    """
+
+    name: str
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None: ...
+
+    def before_replay(self) -> None: ...
+
+    def in_graph(self) -> None: ...
+
+
+SubjectFactory = Callable[[], Subject]
+
+
+def current_outputs(subject: Subject, buffers: Buffers) -> Mapping[str, torch.Tensor]:
+    """What a consumer would read now: the subject's own `outputs()`, or the buffers it was given."""
+    own = getattr(subject, "outputs", None)
+    return buffers if own is None else own()
+
+
+def load_attribute(reference: str) -> Any:
+    """The object at `module:attribute`; UsageError says which half is wrong."""
+    module_name, _, attribute = reference.partition(":")
+    if not module_name or not attribute:
+        raise UsageError(f"subject {reference!r}: not of the form module:attribute; for example my_pipeline:MySubject")
+    try:
+        value: Any = importlib.import_module(module_name)
+    except Exception as error:  # a user's module may raise anything while it is imported
+        raise UsageError(
+            f"subject {reference!r}: importing {module_name!r} raised {type(error).__name__}: {error}; "
+            "run from the folder that holds it, or install it"
+        ) from error
+    for part in attribute.split("."):
+        if not hasattr(value, part):
+            raise UsageError(f"subject {reference!r}: {module_name!r} has no attribute {part!r}; check the spelling")
+        value = getattr(value, part)
+    return value

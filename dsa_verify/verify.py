@@ -1,0 +1,203 @@
+"""Verify: runs a configuration fast, and where anything differs runs it again slowly to say what and why.
+
+The fast run polls once a chunk and keeps nothing. When it has seen a difference, the failing round and a few before
+it become a case that is replayed from nothing (confirm.py). What shows again is written to disk with its diagnosis
+and the command that shows it; what does not is called flaky.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import shlex
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from dsa_verify.confirm import confirm, fault_finding, flaky_finding
+from dsa_verify.errors import DeviceLost
+from dsa_verify.findings import Finding
+from dsa_verify.job import Job
+from dsa_verify.judge import Tally
+from dsa_verify.matrix import CHUNK_ROUNDS
+from dsa_verify.regions import Kind
+from dsa_verify.replayer import Lane, Replayer, SubjectFault
+from dsa_verify.rounds import RoundTable
+from dsa_verify.scenario import Round, Scenario
+
+# How many of the last rounds a case keeps: the fewest that show the finding again.
+CASE_WINDOWS: Final = (1, 2, 3, 6, 17, 64, 2 * CHUNK_ROUNDS)
+FINDINGS_FOLDER: Final = Path("dsa-findings")
+# Chunks up to this long are written to disk before they are launched and reported round by round.
+JOURNAL_ROUNDS: Final = 64
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Counts:
+    """What was done and seen, summed over configurations. `mismatches` counts words of fields, inputs and rows of
+    other buckets; `rounds_checked` those whose judge was polled."""
+
+    configs: int = 0
+    replays: int = 0
+    rounds_checked: int = 0
+    fields_checked: int = 0
+    elements_compared: int = 0
+    mismatches: int = 0
+    address_changes: int = 0
+    guard_hits: int = 0
+    compilations_after_warmup: int = 0
+
+    def add(self, other: Counts) -> None:
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+
+def verify_rounds(
+    job: Job,
+    chunks: Iterable[RoundTable],
+    counts: Counts,
+    *,
+    folder: Path | None = FINDINGS_FOLDER,
+    on_rounds: Callable[[int], None] = lambda count: None,
+) -> list[Finding]:
+    """Run `chunks` of rounds under `job`; the findings of the first wrong round, their cases written to `folder`.
+
+    `counts` is added to even if the run is interrupted; `on_rounds(n)` is called after n more rounds. Raises
+    DeviceLost (the rounds are saved first) and HarnessError.
+    """
+    counts.configs += 1
+    replayer: Replayer | None = None
+    recent = _Recent(job.system.name)
+    try:
+        for table in chunks:
+            recent.append(table)
+            with _journal(job, table, folder):
+                if replayer is None:
+                    replayer = job.open(max(len(table), CHUNK_ROUNDS), table.remap_rows.shape[1])
+                _replay(replayer, table, on_rounds)
+                wrong = _first_wrong_round(replayer, replayer.poll())
+            if wrong is not None:
+                return _explain(job, recent.up_to(wrong), replayer, folder)
+        return []
+    except SubjectFault as fault:
+        return [_with_case(fault_finding(job, fault), job, recent.up_to(fault.round or 0), folder)]
+    except DeviceLost as lost:
+        path = _save(job.scenario(recent.up_to(None), found=str(lost)), "device-lost", folder)
+        raise DeviceLost(f"{lost}; the rounds up to then are in {path}" if path else str(lost)) from lost
+    finally:
+        if replayer is not None:
+            _count(replayer, counts)
+
+
+class _Recent:
+    """The last two chunks as tables; turned into rounds only when there is something to explain."""
+
+    def __init__(self, system: str) -> None:
+        self._system = system
+        self._tables: deque[RoundTable] = deque(maxlen=2)
+        self._ended = 0  # rounds in all tables ever appended
+
+    def append(self, table: RoundTable) -> None:
+        self._tables.append(table)
+        self._ended += len(table)
+
+    def up_to(self, number: int | None) -> list[Round]:
+        """The rounds that are still here, up to and with round `number` (None: all)."""
+        rounds = [round_ for table in self._tables for round_ in table.rounds(self._system)]
+        first = self._ended - len(rounds)
+        return rounds if number is None else rounds[: max(number - first, 0) + 1]
+
+
+def _replay(replayer: Replayer, table: RoundTable, on_rounds: Callable[[int], None]) -> None:
+    def tick(lane: Lane, row: int) -> bool:
+        on_rounds(1)
+        return False
+
+    # A long chunk is replayed without a call back into the host for each of its rounds.
+    short = len(table) <= JOURNAL_ROUNDS
+    replayer.run(table, after_round=tick if short else None)
+    replayer.finish()
+    if not short:
+        on_rounds(len(table))
+
+
+def _first_wrong_round(replayer: Replayer, tallies: Mapping[int, Tally]) -> int | None:
+    rounds = [difference.round for tally in tallies.values() for difference in tally.first]
+    rounds += [change.round for change in replayer.address_changes]
+    return min(rounds, default=None)
+
+
+def _explain(job: Job, rounds: Sequence[Round], replayer: Replayer, folder: Path | None) -> list[Finding]:
+    """The findings of the last of `rounds`, with the shortest case that shows them again."""
+    attempts = 0
+    for window in CASE_WINDOWS:
+        case = rounds[-window:]
+        attempts += 1
+        findings = confirm(job, case)
+        if findings:
+            return [_with_case(finding, job, case, folder) for finding in findings]
+        if window >= len(rounds):
+            break
+    flaky = flaky_finding(job, replayer.poll().values(), attempts)
+    return [_with_case(flaky, job, rounds[-CASE_WINDOWS[-1] :], folder)]
+
+
+def _count(replayer: Replayer, counts: Counts) -> None:
+    counts.replays += replayer.rounds_run
+    counts.address_changes += len(replayer.address_changes)
+    counts.compilations_after_warmup += replayer.compilations_after_warmup
+    with contextlib.suppress(DeviceLost):  # nothing can be read any more; the error is already on its way
+        for bucket, tally in replayer.poll().items():
+            lane = replayer.lanes[bucket]
+            fields = sum(region.kind is Kind.FIELD for region in lane.judges[0].regions)
+            counts.rounds_checked += lane.rounds
+            counts.fields_checked += lane.rounds * fields
+            counts.elements_compared += tally.compared
+            counts.mismatches += tally.count(Kind.FIELD, Kind.BEYOND, Kind.INPUT)
+            counts.guard_hits += tally.count(Kind.GUARD)
+
+
+# Cases ---------------------------------------------------------------------------------------------------------------
+
+
+def _with_case(finding: Finding, job: Job, rounds: Sequence[Round], folder: Path | None) -> Finding:
+    path = _save(job.scenario(rounds, found=finding.sentence), _stem(finding), folder)
+    if path is None:
+        return finding
+    return dataclasses.replace(finding, case=str(path), reproduce=f"dsa-verify replay {shlex.quote(str(path))}")
+
+
+def _stem(finding: Finding) -> str:
+    parts = (finding.system, finding.field or finding.diagnosis.value, finding.diagnosis.value)
+    return "-".join(dict.fromkeys(part.replace(" ", "-").replace("'", "") for part in parts))
+
+
+def _save(scenario: Scenario, stem: str, folder: Path | None) -> Path | None:
+    """Write the case; its name carries a digest of its text, so two different cases never overwrite each other."""
+    if folder is None:
+        return None
+    text = scenario.to_json()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@contextlib.contextmanager
+def _journal(job: Job, table: RoundTable, folder: Path | None) -> Iterator[None]:
+    """Write the case to disk before it is launched; what is left there after a crash is what crashed."""
+    if folder is None or len(table) > JOURNAL_ROUNDS:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"running-{os.getpid()}.json"
+    path.write_text(job.scenario(table.rounds(job.system.name)).to_json(), encoding="utf-8")
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # only if nothing was found
