@@ -60,7 +60,7 @@ def fault_finding(job: Job, fault: SubjectFault) -> Finding:
     """The finding that a failing (rather than wrong) subject is."""
     return Finding(
         system=job.system.name,
-        subject=job.label,
+        subject=job.subject,
         diagnosis=_FAULT_DIAGNOSES.get(fault.kind, Diagnosis.RAISES),
         sentence=f"{fault.kind}: bucket {fault.bucket}: {fault}",
         bucket=fault.bucket,
@@ -75,7 +75,7 @@ def flaky_finding(job: Job, tallies: Iterable[Tally], attempts: int) -> Finding:
     name = f"{first.region.kind.value} {first.region.name}" if first else "an address"
     return Finding(
         system=job.system.name,
-        subject=job.label,
+        subject=job.subject,
         diagnosis=Diagnosis.FLAKY,
         sentence=(
             f"flaky: {name} differed in round {first.round if first else '?'} and was right in {attempts} repeats of "
@@ -148,8 +148,8 @@ def _judged(base: Finding, evidence: Evidence, differences: Sequence[Difference]
     elif first.phase is Phase.BEFORE:
         diagnosis = Diagnosis.OTHER_BUCKET
         sentence = (
-            f"{diagnosis.value}: {region.name}[{first.row}, {first.column}] of bucket {base.bucket} was right when that "
-            f"bucket was replayed and is {first.got} (was {first.want}) after other buckets were"
+            f"{diagnosis.value}: {region.name}[{first.row}, {first.column}] of bucket {base.bucket} was right when "
+            f"that bucket was replayed and is {first.got} (was {first.want}) after other buckets were"
         )
     else:
         diagnosis, sentence, place = diagnose_field(evidence, differences)
@@ -167,7 +167,7 @@ def _judged(base: Finding, evidence: Evidence, differences: Sequence[Difference]
 def _base(job: Job, bucket: int, round_: int) -> Finding:
     return Finding(
         system=job.system.name,
-        subject=job.label,
+        subject=job.subject,
         diagnosis=Diagnosis.WRONG_VALUE,
         sentence="",
         bucket=bucket,

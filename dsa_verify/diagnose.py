@@ -13,12 +13,11 @@ from typing import Final
 
 import torch
 
-from dsa_verify.contract import Dead, Field, Layout, Row
+from dsa_verify.contract import Field, Layout, Row
 from dsa_verify.findings import Diagnosis
-from dsa_verify.geometry import DISJOINT_GENERATIONS
 from dsa_verify.judge import Difference, Phase
 from dsa_verify.poison import plausible_words
-from dsa_verify.regions import LOUD_WORD, Kind, Region
+from dsa_verify.regions import LOUD_WORD, Region
 from dsa_verify.rounds import owner_of_slot
 
 Explanation = tuple[Diagnosis, str]

@@ -8,7 +8,7 @@ pages. No host value is read, so the step can be captured in a graph and replaye
 from __future__ import annotations
 
 import dataclasses
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -43,8 +43,11 @@ class _Columns:
     def of(cls, batch: int, tokens: int, remaps: int) -> _Columns:
         sizes = (batch, batch, batch, batch, 1, tokens, remaps, remaps, 1)
         ends: list[int] = np.cumsum(sizes).tolist()
-        slices = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-        return cls(*slices, width=ends[-1])  # type: ignore[misc]
+        names = (field.name for field in dataclasses.fields(cls) if field.name != "width")
+        pieces: dict[str, Any] = {
+            name: slice(end - size, end) for name, size, end in zip(names, sizes, ends, strict=True)
+        }
+        return cls(**pieces, width=ends[-1])
 
 
 class Feed:

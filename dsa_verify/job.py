@@ -20,15 +20,14 @@ from dsa_verify.systems import System, subject_factory
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """`subject` and `fault` as given (None: the shipped subject, no fault); `label` is the subject's name."""
+    """`subject` names what `factory` makes, so that a case can name it; `fault` is planted around it."""
 
     system: System
     geometry: Geometry
     buckets: tuple[int, ...]
     seed: int
-    subject: str | None
+    subject: str
     fault: str | None
-    label: str
     factory: SubjectFactory
     backend: Backend
 
@@ -44,11 +43,8 @@ class Job:
         backend: Backend,
     ) -> Job:
         """A job; `subject` is a reference, or the factory itself where it has no name to be loaded by."""
-        if subject is None or isinstance(subject, str):
-            label, factory = subject_factory(system, subject)
-            reference: str | None = label
-        else:
-            label, factory, reference = _reference(subject), subject, _reference(subject)
+        factory = subject_factory(system, subject)[1] if subject is None or isinstance(subject, str) else subject
+        label = cls.label_of(system, subject)
         if fault is not None:
             plant(fault, factory, system.name)  # refuse a wrong name now rather than at the first capture
         return cls(
@@ -56,12 +52,19 @@ class Job:
             geometry=geometry,
             buckets=buckets,
             seed=seed,
-            subject=reference,
+            subject=label,
             fault=fault,
-            label=label,
             factory=factory,
             backend=backend,
         )
+
+    @staticmethod
+    def label_of(system: System, subject: str | SubjectFactory | None) -> str:
+        """What results and cases call `subject`."""
+        if subject is None or isinstance(subject, str):
+            return subject_factory(system, subject)[0]
+        module, name = getattr(subject, "__module__", None), getattr(subject, "__qualname__", None)
+        return f"{module}:{name}" if module and name else repr(subject)
 
     def open(self, rounds: int, remap_slots: int = REMAPS_PER_ROUND, *, record: bool = False) -> Replayer:
         """Allocate and capture for tables of up to `rounds` rounds."""
@@ -106,8 +109,3 @@ class Job:
 def remap_slots_of(rounds: Sequence[Round]) -> int:
     """Remapped requests of the round that has most of them."""
     return max((len(set(round_.remap)) for round_ in rounds), default=0)
-
-
-def _reference(factory: SubjectFactory) -> str:
-    module, name = getattr(factory, "__module__", None), getattr(factory, "__qualname__", None)
-    return f"{module}:{name}" if module and name else repr(factory)

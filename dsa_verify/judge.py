@@ -48,7 +48,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """What a judge has seen since it was reset: words that differed, by region, and elements that it compared.
+    """What a judge has seen since it was reset: words that differed, by region, and elements of fields compared.
 
     `first` is ordered by round, phase, region, row and column; `differing` holds only regions with a difference.
     """
@@ -72,12 +72,13 @@ class Judge:
         self._differing = torch.zeros(count, dtype=torch.int64, device=device)
         self._compared = torch.zeros(count, dtype=torch.int64, device=device)
         self._ring = torch.zeros((count, RING_ENTRIES, RING_COLUMNS), dtype=torch.int32, device=device)
-        self._table = TileTable(self.regions, device) if device.type == "cuda" else None
+        # The kernels on a GPU; on a CPU plain torch, against which tests hold the (interpreted) kernels.
+        self.table = TileTable(self.regions, device) if device.type == "cuda" else None
 
     def launch(self, phase: Phase) -> None:
         """Compare everything; asynchronous and capturable on a CUDA device."""
-        if self._table is not None:
-            self._table.judge(self._round_index, self._differing, self._compared, self._ring, int(phase))
+        if self.table is not None:
+            self.table.judge(self._round_index, self._differing, self._compared, self._ring, int(phase))
             return
         for index, region in enumerate(self.regions):
             self._judge_region(index, region, phase)
@@ -119,7 +120,7 @@ class Judge:
         live = live_words(region)
         want, checked = expected_words(region, live)
         wrong = (region.got != want) & checked
-        if region.want is not None:
+        if region.kind is Kind.FIELD:
             self._compared[index] += checked.sum() // region.words_per_element
         count = int(wrong.sum())
         if not count:

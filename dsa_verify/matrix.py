@@ -41,6 +41,13 @@ class Config:
     rounds: int
     seed: int
 
+    @property
+    def name(self) -> str:
+        """Batch, draft length and the form of the inputs."""
+        geometry = self.geometry
+        draft = f", N {geometry.draft_tokens}" if self.system.drafts else ""
+        return f"batch {self.buckets[0]}{draft}, {geometry.index_dtype}, {geometry.input_view}"
+
     def chunks(self) -> Iterator[RoundTable]:
         """The rounds, in tables of at most CHUNK_ROUNDS."""
         generations = np.zeros(self.geometry.request_rows, np.int64)
@@ -70,21 +77,23 @@ def diagnostic_matrix(
     seed: int = 0,
     batches: Sequence[int] | None = None,
     drafts: Sequence[int] | None = None,
-    vary_inputs: bool = True,
+    fixed: frozenset[str] = frozenset(),
 ) -> list[Config]:
-    """Batches x draft lengths (decode: batches alone). `vary_inputs` also turns dtype and view of the inputs over
-    the configurations, so that offset, strided and int32 inputs are part of every matrix."""
+    """Batches x draft lengths (decode: batches alone).
+
+    Dtype and view of the inputs turn over the configurations, so that offset, strided and int32 inputs are part of
+    every matrix, unless they are among the `fixed` fields of `geometry`.
+    """
     if system.drafts:
         pairs = [(batch, draft) for batch in batches or BATCHES for draft in drafts or DRAFTS]
     else:
         pairs = [(batch, 1) for batch in batches or DECODE_BATCHES]
     configs = []
     for i, (batch, draft) in enumerate(pairs):
-        changes: dict[str, object] = {"draft_tokens": draft}
-        if vary_inputs:
-            changes |= {"input_view": _FORMS[i % 3], "index_dtype": _INDEX_DTYPES[i % 2]}
+        turning: dict[str, object] = {"input_view": _FORMS[i % 3], "index_dtype": _INDEX_DTYPES[i % 2]}
         buckets = (batch, companion(batch))
-        changes["request_rows"] = max(geometry.request_rows, max(buckets) + 2)
+        turning["request_rows"] = max(geometry.request_rows, max(buckets) + 2)
+        changes = {key: value for key, value in turning.items() if key not in fixed} | {"draft_tokens": draft}
         configs.append(
             Config(system=system, geometry=geometry.replace(**changes), buckets=buckets, rounds=rounds, seed=seed)
         )

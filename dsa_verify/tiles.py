@@ -139,7 +139,8 @@ def _judge_kernel(
     constant = tl.load(entry + 14).to(tl.int32)
 
     inside = row < rows
-    live = inside & (want_address != 0)
+    # "+ row * 0": the interpreter mistypes a mask made of a block and a scalar.
+    live = inside & (want_address + row * 0 != 0)
     if live_rows_address != 0:
         live_rows = tl.load(live_rows_address.to(tl.pointer_type(tl.int32))) + tl.load(entry + 11)
         live = live & (row < live_rows)
@@ -161,7 +162,7 @@ def _judge_kernel(
         want = tl.where(live, want, constant)
         got = tl.load(got_base + row * got_stride + word, mask=checked, other=0)
         wrong = checked & (got != want)
-        if want_address != 0:
+        if tl.load(entry + 15) != 0:
             tl.atomic_add(compared + region, tl.sum(checked.to(tl.int64), axis=0) // words_per_element)
         count = tl.sum(wrong.to(tl.int32), axis=0)
         if count > 0:
@@ -201,12 +202,13 @@ def _poison_kernel(
     # The numbers are those of poison.py: LOUD 0, PLAUSIBLE 1, STALE 2, and its hash.
     mixed = (row * 0x2C1B3C6D + word.to(tl.int64) * 0x297A2D39 + now * 0x1B56C4E9) & 0x7FFFFFFF
     plausible = tl.load(entry + 16) + (mixed ^ (mixed >> 15)) % tl.load(entry + 17)
-    plausible = tl.where((words_per_element == 2) & (word % 2 == 1), 0, plausible)
+    # The high word of a small non-negative 64-bit value is zero.
+    plausible = tl.where(word % words_per_element == 1, 0, plausible)
     loud = tl.full((TILE,), LOUD, tl.int32)
     value = tl.where(poison == 0, loud, plausible.to(tl.int32))
     value = tl.where(is_field != 0, value, constant)
-    write = (row < rows) & ((is_field == 0) | (poison != 2))
-    tl.store(base + row * stride + word, value, mask=write)
+    if (is_field == 0) | (poison != 2):
+        tl.store(base + row * stride + word, value, mask=row < rows)
 
 
 KERNELS: tuple[Any, ...] = (_judge_kernel, _poison_kernel)

@@ -17,11 +17,8 @@ class Wrapper:
 
     def __init__(self, inner: Subject, field: str):
         self.inner, self.field = inner, field
+        self.name = inner.name
         self.siblings: list[Wrapper] = []
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
 
     def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
         if self.field and self.field not in buffers.layout:

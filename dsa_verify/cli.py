@@ -1,0 +1,111 @@
+"""The command line: `replay`, `doctor` and `faults`.
+
+This module imports nothing heavy, so that `--help` answers at once; each command imports what it needs. Results are
+written even when a run is cut short, and every way to end has an exit status of its own (errors.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dsa_verify import errors
+
+STATUSES = """
+\b
+Exit status:
+  0  every round was checked and is equal
+  1  a mismatch, or a subject that fails
+  2  wrong usage, or a bad case file
+  3  the harness or an oracle is broken
+  4  nothing was verified
+  5  the device was lost
+  6  flaky: a difference that did not show again
+  130  interrupted; results so far are saved
+"""
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=STATUSES)
+@click.version_option(package_name="dsa-verify", prog_name="dsa-verify")
+def cli() -> None:
+    """Replay attention-metadata pipelines in live CUDA graphs beside an eager oracle, and name the first wrong byte."""
+
+
+@cli.command(epilog=STATUSES)
+@click.argument("cases", nargs=-1, metavar="[CASE]...", type=click.Path(path_type=Path))
+@click.option("--system", "systems", multiple=True, help="System to run; repeatable. Default: all.")
+@click.option("--preset", help="Model geometry. Default: deepseek_v32 on a GPU, tiny on a CPU.")
+@click.option("--subject", help="Pipeline under test: a shipped or installed name, or module:attribute.")
+@click.option("--fault", help="Plant a fault in the subject: NAME or NAME:FIELD (see `dsa-verify faults`).")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:INDEX.")
+@click.option("--rounds", type=click.IntRange(min=0), help="Rounds of each configuration. Default: 17.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--batch", "batches", type=click.IntRange(1, 16384), multiple=True, help="Batch bucket; repeatable.")
+@click.option("--draft-tokens", "drafts", type=click.IntRange(1, 16), multiple=True, help="Draft length N; repeatable.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a field of the geometry.")
+@click.option("--keep-going", is_flag=True, help="Go on to the next configuration after a finding.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results there.")
+@click.option("--junit", "junit_path", type=click.Path(path_type=Path), help="Write JUnit XML there.")
+@click.option(
+    "--findings",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("dsa-findings"),
+    show_default=True,
+    help="Folder for the case of each finding.",
+)
+def replay(**options: Any) -> None:
+    """Replay CASE files, or without any the diagnostic matrix: 16 configurations x 17 rounds a system."""
+    device = _settle(options.pop("device"))
+    from dsa_verify.commands.replay import Options, run
+
+    sys.exit(run(Options(**options), device))
+
+
+@cli.command()
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:INDEX.")
+def doctor(device: str) -> None:
+    """Say what this machine can verify: versions, device, kernels, graph capture, optional packages."""
+    settled = _settle(device)
+    from dsa_verify.commands.doctor import run
+
+    sys.exit(run(settled))
+
+
+@cli.command()
+@click.option("--system", help="Only the faults that apply to this system.")
+def faults(system: str | None) -> None:
+    """List the faults that can be planted with `replay --fault`."""
+    from dsa_verify.commands.faults import run
+
+    run(system)
+
+
+def _settle(device: str) -> Any:
+    """Before anything that has kernels is imported: Triton then decides whether to compile or to interpret."""
+    from dsa_verify.device import settle_device
+
+    return settle_device(device)
+
+
+def main() -> None:
+    """Entry point of the `dsa-verify` command."""
+    try:
+        cli(standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(errors.STATUS_USAGE)
+    except click.Abort:
+        sys.exit(errors.STATUS_INTERRUPTED)
+    except errors.DsaVerifyError as error:
+        click.echo(f"dsa-verify: {error}", err=True)
+        sys.exit(error.status)
+
+
+if __name__ == "__main__":
+    main()

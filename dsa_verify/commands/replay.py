@@ -1,0 +1,206 @@
+"""`dsa-verify replay`: cases or the diagnostic matrix, to lines on the terminal, JSON, JUnit and an exit status."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from dsa_verify.device import environment
+from dsa_verify.errors import (
+    STATUS_EQUAL,
+    STATUS_FLAKY,
+    STATUS_HARNESS,
+    STATUS_INTERRUPTED,
+    STATUS_MISMATCH,
+    STATUS_NOTHING_VERIFIED,
+    DsaVerifyError,
+    UsageError,
+)
+from dsa_verify.findings import Diagnosis
+from dsa_verify.geometry import Geometry
+from dsa_verify.graphs import Backend, open_backend
+from dsa_verify.matrix import SCRIPTED_ROUNDS, Config, diagnostic_matrix
+from dsa_verify.report import document, junit
+from dsa_verify.report.terminal import Terminal
+from dsa_verify.runs import Run, Runner, open_run
+from dsa_verify.scenario import Scenario, read_case
+from dsa_verify.systems import SYSTEMS, get_system
+
+# Options that shape the matrix, by attribute of Options.
+MATRIX_FLAGS: Final = {
+    "systems": "--system",
+    "preset": "--preset",
+    "rounds": "--rounds",
+    "batches": "--batch",
+    "drafts": "--draft-tokens",
+    "settings": "--set",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options of the command, as parsed; `settings` are KEY=VALUE texts."""
+
+    cases: tuple[Path, ...]
+    systems: tuple[str, ...]
+    preset: str | None
+    subject: str | None
+    fault: str | None
+    rounds: int | None
+    seed: int
+    batches: tuple[int, ...]
+    drafts: tuple[int, ...]
+    settings: tuple[str, ...]
+    keep_going: bool
+    json_path: Path | None
+    junit_path: Path | None
+    folder: Path
+
+
+def run(options: Options, device: torch.device) -> int:
+    """Do it all; returns the exit status. UsageError before anything has run."""
+    backend = open_backend(device)
+    for path in (options.json_path, options.junit_path):
+        if path is not None and not path.parent.is_dir():
+            raise UsageError(f"{path}: the folder {path.parent} does not exist; create it")
+    scenarios = [read_case(path) for path in options.cases]
+    plan = _cases_plan(options, scenarios) if scenarios else _matrix_plan(options, backend)
+    runs: list[Run] = []
+    status = STATUS_EQUAL
+    with Terminal(sum(item.rounds for item in plan)) as terminal:
+        terminal.heading(environment(device), backend)
+        runner = Runner(
+            backend=backend,
+            folder=options.folder,
+            keep_going=options.keep_going,
+            on_rounds=terminal.advance,
+            on_finding=terminal.finding,
+        )
+        try:
+            for item in plan:
+                terminal.begin(item.label)
+                result = open_run(item.system, item.subject(options), backend)
+                runs.append(result)
+                item.start(runner, options, result)
+                terminal.end(result)
+        except KeyboardInterrupt:
+            status = STATUS_INTERRUPTED
+            terminal.say("interrupted; results so far are kept")
+        except DsaVerifyError as error:
+            status = error.status
+            terminal.error(error)
+        except Exception as error:
+            status = STATUS_HARNESS
+            terminal.crash(error)
+        status = status or _status(runs)
+        terminal.verdict(runs, status)
+    if options.json_path is not None:
+        options.json_path.write_text(json.dumps(document.of(runs, status), indent=2) + "\n", encoding="utf-8")
+    if options.junit_path is not None:
+        junit.write(runs, options.junit_path)
+    return status
+
+
+def _status(runs: Sequence[Run]) -> int:
+    findings = [finding for result in runs for finding in result.findings]
+    if any(finding.diagnosis is not Diagnosis.FLAKY for finding in findings):
+        return STATUS_MISMATCH
+    if findings:
+        return STATUS_FLAKY
+    # A system or case that checked nothing is not a pass, even beside others that did.
+    if not runs or any(result.counts.rounds_checked == 0 for result in runs):
+        return STATUS_NOTHING_VERIFIED
+    return STATUS_EQUAL
+
+
+# What is to be run ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Matrix:
+    system: str
+    configs: list[Config]
+
+    @property
+    def label(self) -> str:
+        return self.system
+
+    @property
+    def rounds(self) -> int:
+        return sum(config.rounds for config in self.configs)
+
+    def subject(self, options: Options) -> str | None:
+        return options.subject
+
+    def start(self, runner: Runner, options: Options, result: Run) -> None:
+        runner.matrix(self.configs, options.subject, result, fault=options.fault)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    scenario: Scenario
+
+    @property
+    def system(self) -> str:
+        return self.scenario.system
+
+    @property
+    def label(self) -> str:
+        return self.scenario.name
+
+    @property
+    def rounds(self) -> int:
+        return len(self.scenario.rounds)
+
+    def subject(self, options: Options) -> str | None:
+        return options.subject or self.scenario.subject
+
+    def start(self, runner: Runner, options: Options, result: Run) -> None:
+        runner.case(self.scenario, options.subject, result, fault=options.fault)
+
+
+def _cases_plan(options: Options, scenarios: Sequence[Scenario]) -> list[_Case]:
+    for name, flag in MATRIX_FLAGS.items():
+        if getattr(options, name):
+            raise UsageError(f"{flag}: has no effect with a CASE, which says it itself; edit the case, or leave it out")
+    return [_Case(scenario=scenario) for scenario in scenarios]
+
+
+def _matrix_plan(options: Options, backend: Backend) -> list[_Matrix]:
+    preset = options.preset or ("deepseek_v32" if backend.device.type == "cuda" else "tiny")
+    settings = dict(_setting(text) for text in options.settings)
+    geometry = Geometry.resolve(preset, settings)
+    names = options.systems or tuple(SYSTEMS)
+    plan = []
+    for name in dict.fromkeys(names):
+        system = get_system(name)
+        if options.drafts and not system.drafts:
+            if options.systems:
+                raise UsageError(f"--draft-tokens: has no effect in {name}, which has no draft; leave it out")
+            continue
+        configs = diagnostic_matrix(
+            system,
+            geometry,
+            rounds=SCRIPTED_ROUNDS if options.rounds is None else options.rounds,
+            seed=options.seed,
+            batches=options.batches or None,
+            drafts=options.drafts or None,
+            fixed=frozenset(settings),
+        )
+        plan.append(_Matrix(system=name, configs=configs))
+    return plan
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"--set {text!r}: not KEY=VALUE; for example --set page_size=1")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value

@@ -1,0 +1,1 @@
+"""Reports: the same results as terminal lines, JSON and JUnit XML."""

@@ -1,0 +1,22 @@
+"""The JSON document of a run: flat for one system, a list under `runs` with totals at the top for several."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from dsa_verify.runs import RESULT_SCHEMA, Run, total
+
+
+def of(runs: Sequence[Run], status: int) -> dict[str, Any]:
+    """The document of `runs` that ended with exit `status`."""
+    if len(runs) == 1:
+        return {**runs[0].to_dict(), "status": status}
+    return {
+        "schema": RESULT_SCHEMA,
+        "status": status,
+        **dataclasses.asdict(total(runs)),
+        "wall_s": round(sum(run.wall_s for run in runs), 3),
+        "runs": [run.to_dict() for run in runs],
+    }

@@ -1,0 +1,97 @@
+"""What a person reads: a progress bar on a terminal, plain lines elsewhere, and the verdict last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from dsa_verify.errors import STATUS_EQUAL, STATUS_NOTHING_VERIFIED, DsaVerifyError
+from dsa_verify.findings import Finding
+from dsa_verify.graphs import Backend
+from dsa_verify.runs import Run, total
+
+GOOD: Final = "green"
+BAD: Final = "bold red"
+
+
+class Terminal:
+    """Lines on standard output; rich leaves the colours out where NO_COLOR is set or there is no terminal."""
+
+    def __init__(self, rounds: int):
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("rounds"),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task("", total=rounds)
+
+    def __enter__(self) -> Terminal:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def heading(self, facts: Mapping[str, Any], backend: Backend) -> None:
+        self.say(
+            f"dsa-verify {facts['dsa_verify']}, torch {facts['torch']}, triton {facts['triton']}, "
+            f"{backend.device} ({facts['device_name']}), {backend.name} graphs"
+        )
+
+    def begin(self, label: str) -> None:
+        self._progress.update(self._task, description=label)
+
+    def advance(self, rounds: int) -> None:
+        self._progress.advance(self._task, rounds)
+
+    def finding(self, finding: Finding) -> None:
+        draft = f", N {finding.draft_tokens}" if finding.draft_tokens > 1 else ""
+        self.say(f"FOUND in {finding.system} ({finding.subject}, bucket {finding.bucket}{draft})", BAD)
+        self.say(f"  {finding.sentence}")
+        if finding.reproduce:
+            self.say(f"  reproduce: {finding.reproduce}")
+
+    def end(self, run: Run) -> None:
+        counts = run.counts
+        self.say(
+            f"{run.system:<14} {run.subject:<10} {counts.configs:>3} configs {counts.rounds_checked:>7} replays "
+            f"{counts.elements_compared:>14,} elements  {counts.mismatches} mismatches  "
+            f"{counts.address_changes} address changes  {counts.guard_hits} guard hits  {run.wall_s:.1f} s",
+            BAD if run.findings else "",
+        )
+        if run.stopped_early:
+            self.say("  stopped at the first failing configuration; --keep-going runs them all")
+
+    def error(self, error: DsaVerifyError) -> None:
+        self.say(f"dsa-verify: {error}", BAD)
+
+    def crash(self, error: Exception) -> None:
+        self.say(f"dsa-verify: the harness failed, no verdict: {type(error).__name__}: {error}", BAD)
+        self._console.print_exception()
+
+    def verdict(self, runs: Sequence[Run], status: int) -> None:
+        counts = total(runs)
+        findings = sum(len(run.findings) for run in runs)
+        if status == STATUS_EQUAL:
+            text = f"{counts.rounds_checked} replays checked, all equal"
+        elif status == STATUS_NOTHING_VERIFIED:
+            text = "nothing was verified: a system or case had no round to check"
+        else:
+            text = f"{counts.rounds_checked} replays checked, {findings} finding(s)"
+        self.say(f"{text}; exit status {status}", GOOD if status == STATUS_EQUAL else BAD)
+
+    def say(self, text: str, style: str = "") -> None:
+        self._console.print(Text(text, style=style))

@@ -1,0 +1,145 @@
+"""Runs: what the command line and the pytest plugin both do with a system: the matrix, or given cases, to a result."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from dsa_verify.device import environment
+from dsa_verify.findings import Diagnosis, Finding
+from dsa_verify.graphs import Backend
+from dsa_verify.job import Job, remap_slots_of
+from dsa_verify.matrix import Config
+from dsa_verify.rounds import RoundTable
+from dsa_verify.scenario import Scenario
+from dsa_verify.subject import SubjectFactory
+from dsa_verify.systems import get_system
+from dsa_verify.verify import FINDINGS_FOLDER, Counts, verify_rounds
+
+RESULT_SCHEMA: Final = 1
+Subject = str | SubjectFactory | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How one configuration or case ended."""
+
+    name: str
+    findings: tuple[Finding, ...]
+    wall_s: float
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Run:
+    """The result of one subject in one system; filled while it runs, so an interrupt leaves what was done."""
+
+    system: str
+    subject: str
+    device: str
+    graph: str
+    counts: Counts = dataclasses.field(default_factory=Counts)
+    findings: list[Finding] = dataclasses.field(default_factory=list)
+    wall_s: float = 0.0
+    environment: dict[str, Any] = dataclasses.field(default_factory=dict)
+    outcomes: list[Outcome] = dataclasses.field(default_factory=list)
+    interrupted: bool = False
+    stopped_early: bool = False
+
+    @property
+    def flaky(self) -> bool:
+        """Whether every finding is a flaky one."""
+        return bool(self.findings) and all(f.diagnosis is Diagnosis.FLAKY for f in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: the counts flat beside the rest."""
+        rate = self.counts.rounds_checked / self.wall_s if self.wall_s else 0.0
+        return {
+            "schema": RESULT_SCHEMA,
+            "system": self.system,
+            "subject": self.subject,
+            "device": self.device,
+            "graph": self.graph,
+            **dataclasses.asdict(self.counts),
+            "findings": [finding.to_dict() for finding in self.findings],
+            "wall_s": round(self.wall_s, 3),
+            "rounds_per_s": round(rate, 1),
+            "interrupted": self.interrupted,
+            "environment": self.environment,
+        }
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Runner:
+    """Runs configurations or cases on `backend`.
+
+    `folder`: where cases of findings go (None: nowhere). `keep_going`: go on to the next configuration after a
+    finding. `on_rounds(n)`: called after n more rounds; `on_finding(finding)`: as soon as one is known.
+    """
+
+    backend: Backend
+    folder: Path | None = FINDINGS_FOLDER
+    keep_going: bool = False
+    on_rounds: Callable[[int], None] = lambda count: None
+    on_finding: Callable[[Finding], None] = lambda finding: None
+
+    def matrix(self, configs: Sequence[Config], subject: Subject, run: Run, *, fault: str | None = None) -> None:
+        """Run `configs` of one system, adding to `run`."""
+        for i, config in enumerate(configs):
+            job = Job.make(config.system, config.geometry, config.buckets, config.seed, subject, fault, self.backend)
+            self._run(job, config.chunks(), config.name, run)
+            if run.findings and not self.keep_going:
+                run.stopped_early = i + 1 < len(configs)
+                return
+
+    def case(self, scenario: Scenario, subject: Subject, run: Run, *, fault: str | None = None) -> None:
+        """Run one case, adding to `run`; `subject` and `fault` override those it names."""
+        job = Job.make(
+            get_system(scenario.system),
+            scenario.geometry,
+            scenario.buckets,
+            scenario.seed,
+            subject if subject is not None else scenario.subject,
+            fault if fault is not None else scenario.fault,
+            self.backend,
+        )
+        table = job.table(scenario.rounds, remap_slots_of(scenario.rounds))
+        self._run(job, [table] if len(table) else [], scenario.name or "case", run)
+
+    def _run(self, job: Job, chunks: Iterable[RoundTable], name: str, run: Run) -> None:
+        start = time.perf_counter()
+        found: list[Finding] = []
+        try:
+            found = verify_rounds(job, chunks, run.counts, folder=self.folder, on_rounds=self.on_rounds)
+        except KeyboardInterrupt:
+            run.interrupted = True
+            raise
+        finally:
+            wall_s = time.perf_counter() - start
+            run.wall_s += wall_s
+        run.findings += found
+        run.outcomes.append(Outcome(name=name, findings=tuple(found), wall_s=wall_s))
+        for finding in found:
+            self.on_finding(finding)
+
+
+def open_run(system: str, subject: Subject, backend: Backend) -> Run:
+    """An empty result; UsageError if the subject cannot be found."""
+    label = Job.label_of(get_system(system), subject)
+    return Run(
+        system=system,
+        subject=label,
+        device=str(backend.device),
+        graph=backend.name,
+        environment=environment(backend.device),
+    )
+
+
+def total(runs: Sequence[Run]) -> Counts:
+    """The counts of all `runs`."""
+    counts = Counts()
+    for run in runs:
+        counts.add(run.counts)
+    return counts
