@@ -115,6 +115,8 @@ class Replayer:
         self.address_changes: list[AddressChange] = []
         self.rounds_run = 0
         self._last: Lane | None = None
+        # A graph holds bare addresses: what its body refers to must live as long as the graph.
+        self._captured: list[Callable[[], None]] = []
         # Largest first, as engines capture, so that a shared pool fits the later ones.
         order = sorted(buckets, reverse=True)
         self.feed = Feed(system.name, geometry, order[0], self.device, capacity=capacity, remap_slots=remap_slots)
@@ -348,6 +350,7 @@ class Replayer:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             body()
+        self._captured.append(body)
         return graph.replay
 
     def _judge_graphs(self, judge: Judge) -> Callable[[Phase], None]:

@@ -6,13 +6,15 @@ leaves the process able to capture again, and a sticky device error becomes `Dev
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from dsa_verify.errors import CaptureError, DeviceLost, ReplayError, UsageError
-from dsa_verify.graphs.forbidden import Watch, failing_as_capture_error, forbidding
+from dsa_verify.graphs.forbidden import AtenWatch, Watch, failing_as_capture_error, forbidding
 
 # "global" would let an unsafe call of any thread (a poller, a watchdog) spoil the capture; "relaxed" would
 # let this thread's own unsafe calls pass. The subject runs on this thread, so its calls are refused.
@@ -63,12 +65,14 @@ class CudaBackend:
             raise CaptureError(message, "Backend.capture")
         _raise_if_lost(self.device)
         watch = Watch("cuda")
+        # A graph that the collector frees during the capture would invalidate it.
+        gc.collect()
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream), torch.no_grad():
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=pool.handle, capture_error_mode=CAPTURE_ERROR_MODE)
             with failing_as_capture_error(watch):
                 try:
-                    with forbidding(watch), watch:
+                    with _no_collection(), forbidding(watch), watch, AtenWatch(watch):
                         body()
                 finally:
                     invalid = self._end(graph, pool)
@@ -102,6 +106,17 @@ class CudaBackend:
         whole.capture_begin(capture_error_mode=CAPTURE_ERROR_MODE)
         torch.zeros(1, device=self.device)
         whole.capture_end()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _raise_if_lost(device: torch.device) -> None:

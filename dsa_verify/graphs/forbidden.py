@@ -3,7 +3,7 @@
 A capture must not wait for the device, read it on the host, or copy host data to it. On a CPU most of these
 calls dispatch no operation at all (`cpu()`, `tolist()`), so they are watched where they are called: `Watch`
 is a torch function mode that both backends keep active while a body runs. `why_synchronising` judges the ATen
-operations, and only for the emulation: CUDA refuses those itself.
+operations. CUDA would refuse those itself, but only by spoiling the capture: `AtenWatch` is there first.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsa_verify.errors import CaptureError, DeviceLost
 
@@ -86,6 +87,22 @@ class Watch(TorchFunctionMode):
         default = args[0].device if is_method else torch.get_default_device()
         device = torch.device(kwargs.get("device") or default)
         return device.type == self.device_type and not isinstance(data, torch.Tensor)
+
+
+class AtenWatch(TorchDispatchMode):
+    """Refuses through `watch` the ATen operations that would make the host wait."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        reason = why_synchronising(func, args, kwargs or {})
+        if reason:
+            raise self._watch.refuse(str(func), reason)
+        return func(*args, **(kwargs or {}))
 
 
 def _asks_for_the_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

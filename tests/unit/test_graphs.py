@@ -238,9 +238,9 @@ NAMED_OTHERWISE = {  # what the two backends may call it
     "tensor of tensors": ("tensor",),
     "where": ("where", "nonzero"),
     "to": ("Tensor.to",),
+    "Stream.synchronize": ("synchronize",),
     "LongTensor": ("Tensor.to", "_to_copy", "lift_fresh"),
     "from_numpy": ("Tensor.to", "_to_copy", "from_numpy"),
-    "Stream.synchronize": ("Stream.synchronize",),
 }
 
 

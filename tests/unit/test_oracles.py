@@ -123,13 +123,15 @@ class Bench:
 
 
 def random_geometry(random: np.random.Generator, system: str) -> Geometry:
-    context = int(random.integers(1, 49))
     draft_tokens = 1 if system == "decode" else int(random.integers(1, 9))
+    pool_size = int(random.choice([1, 2, 4]))
+    # A pooled pad row is as long as the draft and a pool (contract 0.2).
+    context = int(random.integers(1 if pool_size == 1 else draft_tokens + pool_size, 49))
     overrides = {
         "context": context,
         "page_size": int(random.choice([1, 2, 4, 8])),
         "topk": int(random.integers(1, 13)),
-        "pool_size": int(random.choice([1, 2, 4])),
+        "pool_size": pool_size,
         "draft_tokens": draft_tokens,
         "request_rows": int(random.integers(2, 7)),
         "table_width": int(random.choice([0, 0, 1, random.integers(1, context + 1)])),

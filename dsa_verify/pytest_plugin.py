@@ -1,0 +1,256 @@
+"""The pytest plugin: the `dsa` fixture, the `--dsa-*` options, the `gpu` marker and a section of the summary.
+
+Every pytest session of an environment that has dsa-verify loads it, so it imports neither torch nor the library
+until a test asks for the fixture or is marked `gpu`. A session that collected `dsa` tests but checked no round fails:
+a tool that checked nothing ends loudly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from dsa_verify.pinning import pin_gpu
+
+if TYPE_CHECKING:
+    from dsa_verify.runs import Run
+    from dsa_verify.verification import Verification
+
+pin_gpu()
+
+MAX_SEED: Final = (1 << 63) - 1  # what a case file holds
+MAX_LISTED_FINDINGS: Final = 20
+LONGER_ROUNDS: Final = 1000
+OUTPUT_KEY: Final = "dsa_verify"  # in what an xdist worker hands to the controller
+GPU_MARKER: Final = "gpu: needs a CUDA GPU; skipped by name elsewhere"
+
+
+@dataclasses.dataclass(slots=True)
+class Seen:
+    """`tests`: collected ones that use `dsa`. `findings`: (sentence, command that shows it). In an xdist controller
+    these are the sums over its workers, which all collect the same tests."""
+
+    tests: int = 0
+    rounds: int = 0
+    findings: list[list[str]] = dataclasses.field(default_factory=list)
+
+    @property
+    def nothing_checked(self) -> bool:
+        return bool(self.tests) and not self.rounds and not self.findings
+
+
+SEEN: Final = pytest.StashKey[Seen]()
+NAMED_SKIP: Final = pytest.StashKey[bool]()
+
+
+# Options -------------------------------------------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("dsa-verify", "verification of attention metadata (the dsa fixture)")
+    group.addoption(
+        "--dsa-device", type=_device, default="auto", metavar="DEVICE", help="auto (default), cpu, cuda or cuda:INDEX"
+    )
+    group.addoption(
+        "--dsa-preset", type=_preset, metavar="NAME", help="geometry; default: tiny on a CPU, deepseek_v32 on CUDA"
+    )
+    group.addoption(
+        "--dsa-rounds", type=_rounds, metavar="N", help="rounds of each configuration; default: the 17 scripted ones"
+    )
+    group.addoption("--dsa-seed", type=_seed, default=0, metavar="SEED", help="seed of the rounds; default: 0")
+    group.addoption(
+        "--dsa-findings", default="dsa-findings", metavar="DIR", help="where cases go; default: dsa-findings"
+    )
+
+
+def _device(text: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is unknown; use auto, cpu, cuda or cuda:INDEX")
+    return text
+
+
+def _preset(text: str) -> str:
+    from dsa_verify.geometry import PRESETS
+
+    if text not in PRESETS:
+        raise argparse.ArgumentTypeError(f"{text!r} is unknown; known presets: {', '.join(PRESETS)}")
+    return text
+
+
+def _rounds(text: str) -> int:
+    return _integer(text, 1, MAX_SEED)
+
+
+def _seed(text: str) -> int:
+    return _integer(text, 0, MAX_SEED)
+
+
+def _integer(text: str, low: int, high: int) -> int:
+    if not re.fullmatch(r"\d{1,19}", text) or not low <= int(text) <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer in {low}..{high}")
+    return int(text)
+
+
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    # Kernels in a conftest or test module are decorated, and so bound to compiler or interpreter, while pytest
+    # collects, which is long before the fixture settles the device.
+    if early_config.known_args_namespace.dsa_device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+# The fixture ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def dsa(request: pytest.FixtureRequest) -> Verification:
+    """Verifies a metadata pipeline beside an eager oracle: dsa.verify("target_verify", MySubject)."""
+    from dsa_verify.device import settle_device
+    from dsa_verify.errors import UsageError
+
+    config, option = request.config, request.config.option
+    try:
+        device = settle_device(option.dsa_device)
+    except UsageError as error:
+        raise pytest.fail.Exception(f"--dsa-device: {error}", pytrace=False) from None
+    from dsa_verify.verification import Session, Verification
+
+    def on_run(run: Run) -> None:
+        seen = config.stash[SEEN]
+        seen.rounds += run.counts.rounds_checked
+        seen.findings += [[finding.sentence, finding.reproduce or ""] for finding in run.findings]
+
+    def stop(reason: str) -> None:
+        request.session.shouldfail = reason
+
+    return Verification(
+        device=device,
+        preset=option.dsa_preset,
+        rounds=option.dsa_rounds,
+        seed=option.dsa_seed,
+        folder=_findings_folder(config),
+        session=Session(on_run=on_run, rerun=lambda: _rerun(config), stop=stop),
+    )
+
+
+def _findings_folder(config: pytest.Config) -> Path:
+    """Relative to where pytest was started; left relative where it can be, for short commands in the report."""
+    folder = Path(config.option.dsa_findings)
+    return folder if Path.cwd() == config.invocation_params.dir else config.invocation_params.dir / folder
+
+
+def _rerun(config: pytest.Config) -> str:
+    """The command that runs the current test again with the options that decide what it sees."""
+    file, colons, test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0].partition("::")
+    file = os.path.relpath(config.rootpath / file, config.invocation_params.dir)
+    options = {
+        "device": config.option.dsa_device if config.option.dsa_device != "auto" else None,
+        "preset": config.option.dsa_preset,
+        "rounds": config.option.dsa_rounds,
+        "seed": config.option.dsa_seed or None,
+    }
+    given = [f"--dsa-{name}={value}" for name, value in options.items() if value is not None]
+    return shlex.join(["pytest", file + colons + test, *given])
+
+
+# Collected tests -----------------------------------------------------------------------------------------------------
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[SEEN] = Seen()
+    config.addinivalue_line("markers", GPU_MARKER)
+
+
+@pytest.hookimpl(trylast=True)  # after deselection, so that `-m "not gpu"` costs no import of torch
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    missing = _missing(config) if marked and not config.option.collectonly else None
+    if missing:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=missing))
+            # Who asks for a GPU by option must not get a pass for its absence.
+            item.stash[NAMED_SKIP] = not config.option.dsa_device.startswith("cuda")
+
+
+def _missing(config: pytest.Config) -> str | None:
+    """What a test marked `gpu` lacks."""
+    if config.option.dsa_device == "cpu":
+        return "needs a CUDA GPU; --dsa-device is cpu"
+    import torch
+
+    return None if torch.cuda.is_available() else "needs a CUDA GPU; none is visible"
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    tests = [item for item in session.items if _uses_dsa(item) and not item.stash.get(NAMED_SKIP, False)]
+    session.config.stash[SEEN].tests = len(tests)
+
+
+def _uses_dsa(item: pytest.Item) -> bool:
+    """Whether the `dsa` of this item is the one above, directly or below an override, and not a stranger's."""
+    definitions = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {}).get("dsa", ())
+    for definition in reversed(definitions):
+        if definition.func.__module__ == __name__:
+            return True
+        if "dsa" not in definition.argnames:
+            return False
+    return False
+
+
+# The end of the session ----------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """A worker of pytest-xdist is done; one that crashed has left no output."""
+    output = getattr(node, "workeroutput", {}).get(OUTPUT_KEY)
+    if output is not None:
+        seen = node.config.stash[SEEN]
+        seen.tests = max(seen.tests, output["tests"])
+        seen.rounds += output["rounds"]
+        seen.findings += output["findings"]
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    config = session.config
+    seen = config.stash[SEEN]
+    if hasattr(config, "workeroutput"):
+        config.workeroutput[OUTPUT_KEY] = dataclasses.asdict(seen)
+    elif seen.nothing_checked and not config.option.collectonly and exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    seen = config.stash[SEEN]
+    if config.option.collectonly or not (seen.tests or seen.rounds or seen.findings):
+        return
+    wrong = seen.nothing_checked or bool(seen.findings)
+    terminalreporter.section("dsa-verify", sep="=", red=wrong, green=not wrong)
+    *lines, last = _summary(seen)
+    for line in lines:
+        terminalreporter.write_line(line)
+    terminalreporter.write_line(last, bold=True)
+
+
+def _summary(seen: Seen) -> Iterator[str]:
+    """The lines of the section; the last one says what to type next."""
+    yield f"{seen.rounds} round(s) checked, {len(seen.findings)} finding(s)"
+    for sentence, reproduce in seen.findings[:MAX_LISTED_FINDINGS]:
+        yield sentence
+        yield f"  reproduce: {reproduce}"
+    if len(seen.findings) > MAX_LISTED_FINDINGS:
+        yield f"and {len(seen.findings) - MAX_LISTED_FINDINGS} more"
+    if seen.findings:
+        yield f"next: {seen.findings[0][1]}"
+    elif seen.nothing_checked:
+        yield f"FAILED: {seen.tests} test(s) use the dsa fixture, but no round was checked: nothing is verified"
+        yield "next: pytest -ra  (why they were skipped or failed), or call dsa.verify(...) in them"
+    else:
+        yield f"next: pytest --dsa-rounds={LONGER_ROUNDS}  (the same configurations for longer)"

@@ -1,0 +1,184 @@
+"""Verification: what the `dsa` fixture hands to a test. It runs the matrix or a case and fails the test in words.
+
+Importing this module imports the kernels, so the plugin settles the device first (device.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+
+from dsa_verify.errors import DeviceLost, UsageError
+from dsa_verify.findings import Finding
+from dsa_verify.geometry import Geometry
+from dsa_verify.graphs import open_backend
+from dsa_verify.matrix import SCRIPTED_ROUNDS, Config, diagnostic_matrix
+from dsa_verify.runs import Run, Runner, Subject, open_run
+from dsa_verify.scenario import read_case
+from dsa_verify.systems import get_system
+
+# A small part of the matrix: a test of one's own pipeline should end within seconds.
+TEST_BATCHES: Final = (1, 4)
+TEST_DRAFTS: Final = (2, 4)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """What a verification needs of the pytest session it runs in."""
+
+    on_run: Callable[[Run], None]  # called once for each run, also for one that was interrupted
+    rerun: Callable[[], str]  # the command that runs the current test again
+    stop: Callable[[str], None]  # ends the session after the current test
+
+
+class Verification:
+    """Verifies subjects on `device`.
+
+    `preset`, `rounds` (a configuration) and `seed` are what `verify` uses where it is not told otherwise; cases of
+    findings go to `folder`. `rounds_checked` counts those of this process.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        preset: str | None,
+        rounds: int | None,
+        seed: int,
+        folder: Path,
+        session: Session,
+    ):
+        self.device = device
+        self.preset = preset or ("tiny" if device.type == "cpu" else "deepseek_v32")
+        self.rounds = rounds or SCRIPTED_ROUNDS
+        self.seed = seed
+        self.rounds_checked = 0
+        self._session = session
+        self._backend = open_backend(device)
+        self._runner = Runner(backend=self._backend, folder=folder)
+
+    def verify(
+        self,
+        system: str,
+        subject: Subject = None,
+        *,
+        batches: Sequence[int] | None = None,
+        drafts: Sequence[int] | None = None,
+        preset: str | None = None,
+        rounds: int | None = None,
+        **geometry: Any,
+    ) -> Run:
+        """Replay `subject` beside the oracle of `system`; the test fails if a byte differs or no round was checked.
+
+        `subject`: a class or function that returns a new Subject, the name of an installed one, or
+        "module:attribute"; the shipped one by default. `batches` x `drafts` (none in decode) are the captured
+        configurations, TEST_BATCHES x TEST_DRAFTS by default; each replays `rounds` rounds. `geometry` overrides
+        fields of the preset. Raises pytest.UsageError for arguments that are wrong or have no effect.
+        """
+        __tracebackhide__ = True
+        try:
+            configs = self._configs(system, batches, drafts, preset, rounds, geometry)
+            run = self._open(system, subject)
+        except UsageError as error:
+            raise pytest.UsageError(str(error)) from None
+        return self._finish(run, lambda: self._runner.matrix(configs, subject, run))
+
+    def case(self, path: str | Path, subject: Subject = None) -> Run:
+        """Replay the case file `path`, with `subject` instead of the one it names; fails and raises as `verify`."""
+        __tracebackhide__ = True
+        try:
+            scenario = read_case(Path(path))
+            run = self._open(scenario.system, subject if subject is not None else scenario.subject)
+        except UsageError as error:
+            raise pytest.UsageError(str(error)) from None
+        return self._finish(run, lambda: self._runner.case(scenario, subject, run))
+
+    def _configs(
+        self,
+        system: str,
+        batches: Sequence[int] | None,
+        drafts: Sequence[int] | None,
+        preset: str | None,
+        rounds: int | None,
+        geometry: dict[str, Any],
+    ) -> list[Config]:
+        known = get_system(system)
+        if drafts is not None and not known.drafts:
+            raise UsageError(f"drafts: {drafts} has no effect in {system}; remove it")
+        if "draft_tokens" in geometry:
+            raise UsageError("draft_tokens: set by the matrix; give drafts=(...) instead")
+        for name, value in (("batches", batches), ("drafts", drafts)):
+            if value is not None and (not value or min(value) < 1):
+                raise UsageError(f"{name}: {value} must name at least one number, each 1 or more")
+        if rounds is not None and rounds < 1:
+            raise UsageError(f"rounds: {rounds} would verify nothing; give 1 or more")
+        return diagnostic_matrix(
+            known,
+            Geometry.resolve(preset or self.preset, geometry),
+            rounds=rounds or self.rounds,
+            seed=self.seed,
+            batches=batches or TEST_BATCHES,
+            drafts=drafts or TEST_DRAFTS,
+            fixed=frozenset(geometry),
+        )
+
+    def _open(self, system: str, subject: Subject) -> Run:
+        if not (subject is None or isinstance(subject, str) or callable(subject)):
+            kind = type(subject).__name__
+            raise UsageError(f"subject: {subject!r} is a {kind} already; give its class, as each bucket makes its own")
+        return open_run(system, subject, self._backend)
+
+    def _finish(self, run: Run, work: Callable[[], None]) -> Run:
+        __tracebackhide__ = True
+        try:
+            work()
+        except UsageError as error:
+            raise pytest.UsageError(str(error)) from None
+        except DeviceLost as lost:
+            self._session.stop("the device is lost: nothing this process says about it from here on may be believed")
+            raise pytest.fail.Exception(str(lost), pytrace=False) from None
+        finally:
+            rerun = self._session.rerun()
+            run.findings = [dataclasses.replace(f, reproduce=reproduce_line(f, rerun)) for f in run.findings]
+            self.rounds_checked += run.counts.rounds_checked
+            self._session.on_run(run)
+        if run.findings or not run.counts.rounds_checked:
+            pytest.fail(failure_text(run), pytrace=False)
+        return run
+
+
+def failure_text(run: Run) -> str:
+    """What a failing test prints: a head line, then each finding with its case and the command that shows it."""
+    head = f"{run.system}, subject {run.subject}, on {run.device}"
+    rounds = run.counts.rounds_checked
+    if not run.findings:
+        return f"{head}: no round was checked, so nothing is verified; give it a case that has rounds"
+    stopped = "; the configurations after it were not run" if run.stopped_early else ""
+    lines = [f"{head}: {len(run.findings)} finding(s) in {rounds} round(s) checked{stopped}"]
+    for finding in run.findings:
+        lines += ["", finding.sentence, f"  case:      {finding.case}", f"  reproduce: {finding.reproduce}"]
+    return "\n".join(lines)
+
+
+def reproduce_line(finding: Finding, rerun: str) -> str:
+    """The command that shows `finding` again: the replay of its case, or `rerun` where no other process can make the
+    subject (a local class has no name to be loaded by)."""
+    if finding.reproduce is None or "<" in finding.subject:
+        return rerun
+    module = finding.subject.partition(":")[0]
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:
+        return finding.reproduce
+    # A test run finds modules of the project that an installed command does not.
+    path = Path(file).parent if Path(file).name == "__init__.py" else Path(file)
+    folder = path.parents[module.count(".")]
+    if not folder.is_relative_to(Path.cwd()) or "site-packages" in folder.parts:
+        return finding.reproduce
+    return f"PYTHONPATH={shlex.quote(str(folder.relative_to(Path.cwd())))} {finding.reproduce}"

@@ -1,0 +1,36 @@
+"""--dsa-findings."""
+
+from __future__ import annotations
+
+import pytest
+
+WRONG = "def test(dsa): dsa.verify('decode', Wrong, batches=(1,), rounds=1)"
+
+
+def test_default_folder(session, pytester: pytest.Pytester) -> None:
+    session(WRONG).assert_outcomes(failed=1)
+    assert len(list(pytester.path.glob("dsa-findings/*.json"))) == 1
+
+
+def test_given_folder(session, pytester: pytest.Pytester) -> None:
+    result = session(WRONG, "--dsa-findings=over/there")
+    result.stdout.fnmatch_lines(["  case:      over/there/decode-*.json"])
+    assert len(list(pytester.path.glob("over/there/*.json"))) == 1
+    assert not (pytester.path / "dsa-findings").exists()
+
+
+def test_relative_to_where_pytest_was_started(session, pytester: pytest.Pytester) -> None:
+    session(WRONG.replace("(dsa): ", "(tmp_path, monkeypatch, dsa): monkeypatch.chdir(tmp_path); "))
+    session(
+        WRONG.replace("(dsa): ", "(chdir, dsa): ")
+        + """
+@pytest.fixture
+def chdir(tmp_path, monkeypatch): monkeypatch.chdir(tmp_path)
+"""
+    )
+    assert [path.parent for path in pytester.path.rglob("decode-*.json")] == [pytester.path / "dsa-findings"]
+
+
+def test_nothing_is_left_without_a_finding(session, pytester: pytest.Pytester) -> None:
+    session("def test(dsa): dsa.verify('decode', batches=(1,), rounds=1)").assert_outcomes(passed=1)
+    assert not (pytester.path / "dsa-findings").exists()

@@ -1,0 +1,157 @@
+"""The `dsa` fixture: what passes, what fails, and what a failure says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsa_verify.verification import TEST_BATCHES, TEST_DRAFTS
+
+WRONG = "def test(dsa): dsa.verify('decode', Wrong, batches=(1,), rounds=2)\n"
+OUTPUT = """\
+decode, subject test_mine:Wrong, on DEVICE: 1 finding(s) in 2 round(s) checked
+
+never written: dsa_cache_seqlens_int32[0] (batch row 0, request R, length 1) is -1633771874, must be 1: \
+it still holds the poison, so it was never written in this replay
+  case:      dsa-findings/decode-dsa_cache_seqlens_int32-never-written-X.json
+  reproduce: PYTHONPATH=. dsa-verify replay dsa-findings/decode-dsa_cache_seqlens_int32-never-written-X.json
+"""
+
+
+def test_a_pipeline_of_ones_own(session) -> None:
+    result = session("""
+class Mine:
+    name = "mine"
+
+    def allocate(self, geometry, inputs, buffers):
+        self.inner = Right()
+        self.inner.allocate(geometry, inputs, buffers)
+
+    def before_replay(self): pass
+
+    def in_graph(self): self.inner.in_graph()
+
+def test(dsa):
+    run = dsa.verify("decode", Mine, batches=(1, 3), rounds=2)
+    assert run.subject == "test_mine:Mine"
+    assert run.counts.rounds_checked == dsa.rounds_checked == 4
+""")
+    result.assert_outcomes(passed=1)
+
+
+def test_the_shipped_subject_in_the_default_configurations(session) -> None:
+    result = session("def test(dsa): dsa.verify('target_verify', rounds=1)")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines([f"{len(TEST_BATCHES) * len(TEST_DRAFTS)} round(s) checked, 0 finding(s)"])
+
+
+def test_the_text_of_a_failure(session) -> None:
+    result = session(WRONG)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    text = re.sub(r"[0-9a-f]{8}\.json", "X.json", result.stdout.str())
+    text = re.sub(r"request \d+", "request R", re.sub(r"on (cpu|cuda:\d+):", "on DEVICE:", text))
+    assert OUTPUT in text
+
+
+def test_the_reproduce_line_shows_the_finding_again(session, pytester: pytest.Pytester) -> None:
+    (pytester.mkdir("lib") / "pipeline.py").write_text(
+        "from dsa_verify.faults import plant\n"
+        "from dsa_verify.systems import get_system, subject_factory\n"
+        "def Mine(): return plant('skip_refresh', subject_factory(get_system('decode'), None)[1])()\n"
+    )
+    pytester.syspathinsert(pytester.path / "lib")
+    result = session("import pipeline\n" + WRONG.replace("Wrong", "pipeline.Mine"))
+    [line] = (line for line in result.outlines if line.startswith("next: "))
+    assert line.startswith("next: PYTHONPATH=lib dsa-verify replay dsa-findings/")
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    del environment["PYTHONPATH"]
+    replay = subprocess.run(
+        line.removeprefix("next: "), shell=True, env=environment, capture_output=True, text=True, check=False
+    )
+    assert replay.returncode == 1, replay.stdout + replay.stderr
+    assert "never written: dsa_cache_seqlens_int32[0]" in replay.stdout
+
+
+def test_a_local_subject_is_reproduced_by_its_test(session) -> None:
+    result = session(
+        "@pytest.mark.parametrize('name', ['x y'])\n"
+        "def test(dsa, name): dsa.verify('decode', lambda: Wrong(), batches=(1,))",
+        "--dsa-rounds=2",
+        "--dsa-seed=3",
+    )
+    result.stdout.fnmatch_lines(
+        ["next: pytest 'test_mine.py::test[[]x y]' --dsa-preset=tiny --dsa-rounds=2 --dsa-seed=3"]
+    )
+
+
+def test_case(session, pytester: pytest.Pytester) -> None:
+    session(WRONG)
+    [case] = pytester.path.glob("dsa-findings/*.json")
+    result = session(f"""
+def test_as_found(dsa): dsa.case("{case}")
+def test_mended(dsa): assert dsa.case("{case}", Right).counts.rounds_checked == 1
+""")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*test_as_found*", "decode, subject test_mine:Wrong, *", "never written: *"])
+
+
+def test_a_case_without_rounds_fails(session, pytester: pytest.Pytester) -> None:
+    pytester.makefile(
+        ".json", empty='{"schema": 1, "system": "decode", "preset": "tiny", "buckets": [1], "rounds": []}'
+    )
+    result = session("def test(dsa): dsa.case('empty.json')")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["decode, subject triton, *: no round was checked, so nothing is verified; *"])
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        ("verify('decod')", "system 'decod' is unknown; known systems: *"),
+        ("verify('decode', 'fast')", "subject 'fast' is unknown for decode; known: *"),
+        ("verify('decode', Right())", "subject: <*> is a Decode already; give its class, *"),
+        ("verify('decode', drafts=(2,))", "drafts: (2,) has no effect in decode; remove it"),
+        ("verify('target_verify', draft_tokens=3)", "draft_tokens: set by the matrix; give drafts=(...) instead"),
+        ("verify('decode', batches=())", "batches: () must name at least one number, each 1 or more"),
+        ("verify('decode', batches=(0,))", "batches: (0,) must name at least one number, each 1 or more"),
+        ("verify('decode', rounds=0)", "rounds: 0 would verify nothing; give 1 or more"),
+        ("verify('decode', preset='huge')", "preset: 'huge' is unknown; known presets: *"),
+        ("verify('decode', pages=3)", "'pages': unknown geometry field; known fields: *"),
+        ("case('absent.json')", "absent.json: cannot be read as a case file *"),
+    ],
+)
+def test_misuse_points_at_the_line(session, call: str, message: str) -> None:
+    result = session(f"def test(dsa):\n    dsa.{call}")
+    result.assert_outcomes(failed=1)
+    pattern = re.sub(r"\[", "[[]", message)
+    result.stdout.fnmatch_lines([f">*dsa.{call}", f"E *UsageError: {pattern}", "test_mine.py:*: UsageError"])
+    assert "verification.py" not in result.stdout.str()
+
+
+def test_inputs_as_the_test_asks(session, pytester: pytest.Pytester) -> None:
+    session(WRONG.replace("batches=(1,)", "batches=(1,), index_dtype='int32', input_view='strided'"))
+    [case] = pytester.path.glob("dsa-findings/*.json")
+    assert '"input_view": "strided"' in case.read_text()
+    assert '"index_dtype": "int32"' in case.read_text()
+
+
+def test_a_lost_device_ends_the_session(session, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("""
+from dsa_verify.faults import plant
+from dsa_verify.systems import get_system, subject_factory
+
+def test_lost(dsa):
+    shipped = subject_factory(get_system("decode"), None)[1]
+    dsa.verify("decode", plant("lost_device", shipped), batches=(1,))
+
+def test_after(dsa): dsa.verify("decode")
+""")
+    result = pytester.runpytest_subprocess("--dsa-preset=tiny")  # on a GPU the device is really lost
+    result.assert_outcomes(failed=1)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["*the rounds up to then are in dsa-findings*", "!*the device is lost: *!"])

@@ -1,0 +1,28 @@
+"""--dsa-preset."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def test_default_follows_the_device(pytester: pytest.Pytester) -> None:
+    preset = "deepseek_v32" if torch.cuda.is_available() else "tiny"
+    pytester.makepyfile(f"def test(dsa): assert dsa.preset == {preset!r}; dsa.verify('decode', batches=(1,), rounds=1)")
+    pytester.runpytest_inprocess().assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize("argument, preset", [("", "glm53_flash"), (", preset='tiny'", "tiny")])
+def test_given(session, pytester: pytest.Pytester, argument: str, preset: str) -> None:
+    session(
+        f"def test(dsa): dsa.verify('decode', Wrong, batches=(1,), rounds=1, context=203{argument})",
+        "--dsa-preset=glm53_flash",
+    )
+    [case] = pytester.path.glob("dsa-findings/*.json")
+    assert f'"preset": "{preset}"' in case.read_text()
+
+
+def test_bad_value(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest_inprocess("--dsa-preset=huge")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*error: argument --dsa-preset: 'huge' is unknown; known presets: *tiny*"])

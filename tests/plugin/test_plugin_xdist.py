@@ -1,0 +1,44 @@
+"""Under pytest-xdist: workers report, the controller sums and judges."""
+
+from __future__ import annotations
+
+import pytest
+
+ONLY_ONE_WORKER_VERIFIES = """
+def test_right(dsa): dsa.verify('decode', batches=(1,), rounds=3)
+def test_wrong(dsa): dsa.verify('decode', Wrong, batches=(1,), rounds=2)
+"""
+
+
+def test_rounds_and_findings_are_summed(session) -> None:
+    result = session(ONLY_ONE_WORKER_VERIFIES, "-n2")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(
+        ["5 round(s) checked, 1 finding(s)", "never written: *", "next: PYTHONPATH=. dsa-verify replay *"]
+    )
+
+
+def test_zero_rounds_of_all_workers_fail(session) -> None:
+    result = session("@pytest.mark.skip\ndef test(dsa): pass\ndef test_other(): pass", "-n2")
+    result.assert_outcomes(passed=1, skipped=1)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["FAILED: 1 test(s) use the dsa fixture, but no round was checked: *"])
+
+
+def test_rounds_of_one_worker_are_enough(session) -> None:
+    result = session("def test(dsa): dsa.verify('decode', batches=(1,), rounds=2)\ndef test_other(): pass", "-n2")
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines(["2 round(s) checked, 0 finding(s)"])
+
+
+def test_each_worker_sees_one_gpu(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    for name in ("PYTEST_XDIST_WORKER", "DSA_VERIFY_PINNED"):  # this test may itself run in a worker
+        monkeypatch.delenv(name, raising=False)
+    pytester.makepyfile("""
+import os, pytest
+@pytest.mark.parametrize("i", range(4))
+def test(i, worker_id):
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == {"gw0": "GPU-a", "gw1": "GPU-b"}[worker_id]
+""")
+    pytester.runpytest_subprocess("-n2").assert_outcomes(passed=4)

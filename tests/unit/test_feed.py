@@ -1,0 +1,208 @@
+"""Feed: what lies in the input buffers after each step is what the rounds say, on both sides and in every form."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support import DEVICE, small
+
+from dsa_verify.feed import Feed
+from dsa_verify.geometry import INDEX_DTYPES, INPUT_VIEWS, Geometry
+from dsa_verify.matrix import REMAPS_PER_ROUND, Config
+from dsa_verify.rounds import PAD_REQUEST, RoundTable, seq_len_fill, tabulate, token_slots
+from dsa_verify.scenario import POISONS, Round
+from dsa_verify.subject import Inputs
+from dsa_verify.systems import SYSTEMS
+
+WIDEST = 6
+
+
+def make_feed(system: str, geometry: Geometry, capacity: int = 32, remap_slots: int = REMAPS_PER_ROUND) -> Feed:
+    return Feed(system, geometry, WIDEST, DEVICE, capacity=capacity, remap_slots=remap_slots)
+
+
+def table_of(system: str, geometry: Geometry, *rounds: Round, remap_slots: int = REMAPS_PER_ROUND) -> RoundTable:
+    generations = np.zeros(geometry.request_rows, np.int64)
+    return tabulate(system, geometry, rounds, generations, widest_bucket=WIDEST, remap_slots=remap_slots)
+
+
+class Model:
+    """What the buffers must hold, kept in NumPy."""
+
+    def __init__(self, system: str, geometry: Geometry):
+        self.geometry, self.extends = geometry, system == "draft_extend"
+        self.seq_lens = np.full(WIDEST, seq_len_fill(system, geometry))
+        self.requests = np.full(WIDEST, PAD_REQUEST)
+        self.extend_lens = np.full(WIDEST, geometry.draft_tokens)
+        self.generations = np.zeros(geometry.request_rows, np.int64)
+
+    def step(self, table: RoundTable, i: int) -> None:
+        bucket = int(table.bucket[i])
+        self.seq_lens[:bucket] = table.seq_lens[i, :bucket]
+        self.requests[:bucket] = table.requests[i, :bucket]
+        self.extend_lens[:bucket] = table.extend_lens[i, :bucket]
+        for row, generation in zip(table.remap_rows[i], table.remap_generations[i], strict=True):
+            if row >= 0:
+                self.generations[row] = generation
+
+    def check(self, feed: Feed) -> None:
+        for inputs in feed.inputs(WIDEST):
+            assert inputs.seq_lens.tolist() == self.seq_lens.tolist()
+            assert inputs.req_pool_indices.tolist() == self.requests.tolist()
+            slots = token_slots(self.geometry, np.arange(self.geometry.request_rows), self.generations)
+            assert np.array_equal(inputs.req_to_token.cpu().numpy(), slots)
+            if self.extends:
+                assert inputs.extend_lens is not None
+                assert inputs.extend_lens.tolist() == self.extend_lens.tolist()
+            else:
+                assert inputs.extend_lens is None
+
+
+@pytest.mark.parametrize("system", sorted(SYSTEMS))
+@pytest.mark.parametrize("form", INPUT_VIEWS)
+@pytest.mark.parametrize("dtype", INDEX_DTYPES)
+def test_every_step_writes_its_round_and_nothing_else(system: str, form: str, dtype: str):
+    """Rows beyond a round's bucket keep what wider buckets left there (contract 0.2)."""
+    geometry = small(
+        request_rows=WIDEST + 3, input_view=form, index_dtype=dtype, draft_tokens=2 if SYSTEMS[system].drafts else 1
+    )
+    config = Config(system=SYSTEMS[system], geometry=geometry, buckets=(WIDEST, 2), rounds=40, seed=3)
+    feed, model = make_feed(system, geometry), Model(system, geometry)
+    model.check(feed)
+    steps = remaps = 0
+    for table in config.chunks():
+        feed.upload(table)
+        for i in range(len(table)):
+            bucket = int(table.bucket[i])
+            control, poison = feed.control(bucket)
+            feed.step(bucket)
+            model.step(table, i)
+            model.check(feed)
+            assert control.live_tokens.tolist() == table.live_tokens[i].tolist()
+            assert control.token_rows.tolist() == [table.token_rows[i]]
+            assert control.row_request.tolist() == table.row_request[i].tolist()
+            assert poison.tolist() == [table.poison[i]]
+            assert feed.round_index.tolist() == [steps]
+            steps += 1
+            remaps += int((table.remap_rows[i] >= 0).sum())
+    assert steps == 40
+    assert remaps > 10, "the rounds used here move requests to other pages"
+
+
+def test_the_model_sees_a_step_that_forgets_the_oracle(monkeypatch: pytest.MonkeyPatch):
+    geometry = small()
+    feed, model = make_feed("decode", geometry), Model("decode", geometry)
+    table = table_of("decode", geometry, Round(bucket=2, seq_lens=(5, 6), requests=(3, 4), remap=(3,)))
+    feed.upload(table)
+    with monkeypatch.context() as patched:
+        patched.setattr(feed, "_oracle", feed._subject)
+        feed.step(2)
+    model.step(table, 0)
+    with pytest.raises(AssertionError):
+        model.check(feed)
+
+
+def addresses(inputs: Inputs) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in inputs.tensors().items()}
+
+
+@pytest.mark.parametrize("dtype", INDEX_DTYPES)
+@pytest.mark.parametrize("form", INPUT_VIEWS)
+def test_inputs_have_the_form_that_was_asked_for(form: str, dtype: str):
+    geometry = small(input_view=form, index_dtype=dtype, draft_tokens=2)
+    feed = make_feed("draft_extend", geometry)
+    subject, oracle = feed.inputs(WIDEST)
+    for inputs in (subject, oracle):
+        assert str(inputs.seq_lens.dtype) == str(inputs.req_pool_indices.dtype) == f"torch.{dtype}"
+        assert inputs.req_to_token.dtype == torch.int32
+        assert tuple(inputs.req_to_token.shape) == (geometry.request_rows, geometry.token_columns)
+    for tensor in oracle.tensors().values():
+        assert tensor.is_contiguous(), "the oracle's inputs are plain whatever the subject's are"
+    for name, tensor in subject.tensors().items():
+        assert tensor.stride(-1) == (2 if form == "strided" and name != "req_to_token" else 1)
+        assert tensor.is_contiguous() == (form != "strided")
+        assert (tensor.data_ptr() % 16 != 0) == (form == "offset"), "an offset view is not even 16-byte aligned"
+    if form == "strided":
+        assert subject.req_to_token.stride(0) > geometry.token_columns
+
+
+def test_buckets_see_prefixes_of_the_same_buffers():
+    feed = make_feed("draft_extend", small(draft_tokens=2))
+    (wide, wide_oracle), (narrow, narrow_oracle) = feed.inputs(WIDEST), feed.inputs(2)
+    assert addresses(wide) == addresses(narrow)
+    assert addresses(wide_oracle) == addresses(narrow_oracle)
+    assert not set(addresses(wide).values()) & set(addresses(wide_oracle).values())
+    assert tuple(narrow.seq_lens.shape) == (2,)
+
+
+def test_a_strided_view_leaves_its_gaps_alone():
+    geometry = small(input_view="strided")
+    feed = make_feed("decode", geometry)
+    subject, _ = feed.inputs(WIDEST)
+    feed.upload(table_of("decode", geometry, Round(bucket=3, seq_lens=(5, 6, 7), requests=(1, 2, 3), remap=(2,))))
+    feed.step(3)
+    for tensor in (subject.seq_lens, subject.req_pool_indices):
+        memory = tensor.as_strided((2 * WIDEST,), (1,))
+        assert (memory[1::2] == 0).all()
+    slack = subject.req_to_token.stride(0) - geometry.token_columns
+    gaps = subject.req_to_token.as_strided(
+        (geometry.request_rows, slack), (subject.req_to_token.stride(0), 1), geometry.token_columns
+    )
+    assert (gaps == 0).all()
+
+
+def test_a_request_that_moves_again_gets_other_pages():
+    geometry = small()
+    feed = make_feed("decode", geometry)
+    before = feed.inputs(1)[0].req_to_token[3].clone()
+    seen = [before]
+    feed.upload(
+        table_of("decode", geometry, *[Round(bucket=1, seq_lens=(5,), requests=(3,), remap=(3,)) for _ in range(3)])
+    )
+    for _ in range(3):
+        feed.step(1)
+        seen.append(feed.inputs(1)[0].req_to_token[3].clone())
+    slots = torch.stack(seen)
+    assert slots.unique().numel() == slots.numel(), "no slot of any of the four generations is used twice"
+
+
+def test_reset_gives_the_state_in_which_engines_capture():
+    geometry = small(draft_tokens=3, pool_size=4)
+    feed = make_feed("draft_extend", geometry)
+    feed.upload(
+        table_of("draft_extend", geometry, Round(bucket=2, seq_lens=(30, 31), requests=(1, 2), extend_lens=(1, 0)))
+    )
+    feed.step(2)
+    feed.reset()
+    for inputs in feed.inputs(WIDEST):
+        assert inputs.seq_lens.tolist() == [3 + 4] * WIDEST, "max(1, N + kp) with pooling (contract 0.2)"
+        assert inputs.req_pool_indices.tolist() == [PAD_REQUEST] * WIDEST
+        assert inputs.extend_lens is not None
+        assert inputs.extend_lens.tolist() == [3] * WIDEST
+    assert feed.round_index.tolist() == [-1]
+    feed.step(2)
+    assert feed.inputs(2)[0].seq_lens.tolist() == [30, 31], "the first row again"
+
+
+def test_a_feed_without_remap_slots_moves_nobody():
+    geometry = small()
+    feed = make_feed("decode", geometry, remap_slots=0)
+    before = feed.inputs(1)[0].req_to_token.clone()
+    feed.upload(table_of("decode", geometry, Round(bucket=1, seq_lens=(5,), requests=(3,)), remap_slots=0))
+    feed.step(1)
+    assert torch.equal(feed.inputs(1)[0].req_to_token, before)
+    assert feed.inputs(1)[0].seq_lens.tolist() == [5]
+
+
+def test_the_poison_of_a_round_is_its_place_in_poisons():
+    geometry = small()
+    feed = make_feed("decode", geometry)
+    feed.upload(
+        table_of("decode", geometry, *[Round(bucket=1, seq_lens=(5,), requests=(3,), poison=p) for p in POISONS])
+    )
+    kinds = []
+    for _ in POISONS:
+        feed.step(1)
+        kinds.append(int(feed.control(1)[1]))
+    assert kinds == [0, 1, 2]

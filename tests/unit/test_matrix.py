@@ -1,0 +1,206 @@
+"""The diagnostic matrix really holds what it promises: crossings, moves, interleaving, remaps, poisons, pad rows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import backend
+
+from dsa_verify.geometry import INDEX_DTYPES, INPUT_VIEWS, Geometry
+from dsa_verify.job import Job
+from dsa_verify.matrix import (
+    CHUNK_ROUNDS,
+    REMAPS_PER_ROUND,
+    SCRIPTED_ROUNDS,
+    Config,
+    boundaries,
+    companion,
+    diagnostic_matrix,
+)
+from dsa_verify.rounds import RoundTable, tabulate
+from dsa_verify.scenario import POISONS, Round, parse_case
+from dsa_verify.systems import SYSTEMS, System
+
+systems = pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
+PRESETS = ("tiny", "deepseek_v32", "glm53_flash")
+
+
+def matrix(system: System, preset: str = "tiny", **rest: object) -> list[Config]:
+    return diagnostic_matrix(system, Geometry.resolve(preset), **rest)  # type: ignore[arg-type]
+
+
+def rounds_of(config: Config) -> list[Round]:
+    return [round_ for table in config.chunks() for round_ in table.rounds(config.system.name)]
+
+
+@systems
+def test_sixteen_configurations_of_seventeen_rounds(system: System):
+    configs = matrix(system)
+    assert len(configs) == 16
+    assert sum(len(rounds_of(config)) for config in configs) == 272
+    assert len({(config.buckets, config.geometry.draft_tokens) for config in configs}) == 16
+    assert {config.geometry.input_view for config in configs} == set(INPUT_VIEWS)
+    assert {config.geometry.index_dtype for config in configs} == set(INDEX_DTYPES)
+
+
+@systems
+def test_a_field_that_was_asked_for_does_not_turn(system: System):
+    geometry = Geometry.resolve("tiny", {"input_view": "offset"})
+    configs = diagnostic_matrix(system, geometry, fixed=frozenset({"input_view"}))
+    assert {config.geometry.input_view for config in configs} == {"offset"}
+    assert {config.geometry.index_dtype for config in configs} == set(INDEX_DTYPES)
+
+
+@systems
+def test_batches_and_drafts_can_be_chosen(system: System):
+    configs = matrix(system, batches=[5, 6], drafts=[3])
+    assert [config.buckets[0] for config in configs] == [5, 6]
+    assert {config.geometry.draft_tokens for config in configs} == {3 if system.drafts else 1}
+
+
+@systems
+@pytest.mark.parametrize("preset", PRESETS)
+def test_lengths_cross_every_boundary_in_both_directions(system: System, preset: str):
+    """On the length of one batch row from one round of a bucket to the next."""
+    up: set[int] = set()
+    down: set[int] = set()
+    configs = matrix(system, preset)
+    geometry = configs[0].geometry
+    centres = {geometry.page_size, 2 * geometry.page_size, geometry.topk, geometry.context - 1}
+    for config in configs:
+        rounds = [r for r in rounds_of(config) if r.bucket == config.buckets[0]]
+        for before, after in zip(rounds, rounds[1:], strict=False):
+            for old, new in zip(before.seq_lens, after.seq_lens, strict=False):
+                up |= {centre for centre in centres if old <= centre < new}
+                down |= {centre for centre in centres if new <= centre < old}
+    assert up == down == centres
+
+
+@systems
+@pytest.mark.parametrize("preset", PRESETS)
+def test_lengths_lie_on_and_beside_the_boundaries(system: System, preset: str):
+    geometry = Geometry.resolve(preset)
+    seen = {length for config in matrix(system, preset) for r in rounds_of(config) for length in r.seq_lens}
+    for centre in (geometry.page_size, geometry.topk):
+        assert {centre - 1, centre, centre + 1} <= seen
+    assert {0, 1, geometry.context} <= seen
+
+
+@systems
+def test_the_script_of_every_configuration(system: System):
+    for config in matrix(system):
+        rounds = rounds_of(config)
+        main, other = config.buckets
+        assert other == companion(main) != main
+        order = [round_.bucket for round_ in rounds]
+        changes = [(a, b, c) for a, b, c in zip(order, order[1:], order[2:], strict=False)]
+        assert (main, other, main) in changes, "A-B-A"
+        assert {round_.poison for round_ in rounds} == set(POISONS)
+        assert sum(round_.twice for round_ in rounds) == 2
+        assert any(round_.raw_batch < round_.bucket for round_ in rounds)
+        assert any(round_.raw_batch == round_.bucket for round_ in rounds)
+        assert sum(len(set(round_.remap)) for round_ in rounds) >= 5
+        for round_ in rounds:
+            assert set(round_.remap) <= set(round_.requests), "those that move are those that are looked at"
+            assert len(set(round_.remap)) <= REMAPS_PER_ROUND
+        if main >= 4:
+            self_pairs = [len(set(r.requests)) < r.raw_batch for r in rounds]
+            assert any(self_pairs), "two batch rows of one request"
+
+
+@systems
+def test_requests_move_between_batch_rows(system: System):
+    for config in matrix(system):
+        rows_of: dict[int, set[int]] = {}
+        for round_ in rounds_of(config):
+            for row, request in enumerate(round_.requests):
+                rows_of.setdefault(request, set()).add(row)
+        if config.buckets[0] > 2:
+            assert sum(len(rows) > 1 for rows in rows_of.values()) >= 2
+
+
+@systems
+def test_some_rounds_are_empty(system: System):
+    assert any(round_.raw_batch == 0 for config in matrix(system) for round_ in rounds_of(config))
+
+
+def test_draft_extend_is_ragged_at_times_and_static_at_others():
+    config = matrix(SYSTEMS["draft_extend"], batches=[8], drafts=[4], rounds=300)[0]
+    owned = [round_.extend_lens for round_ in rounds_of(config) if round_.raw_batch]
+    assert all(lens is not None for lens in owned)
+    static = [set(lens) == {4} for lens in owned if lens is not None]
+    assert 0.5 < sum(static) / len(static) < 1
+    assert any(0 in lens for lens in owned if lens is not None)
+
+
+@systems
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_round_survives_the_case_file(system: System, preset: str):
+    """Scripted and random rounds alike are legal cases."""
+    config = matrix(system, preset, batches=[5], drafts=[3], rounds=120)[0]
+    job = Job.make(system, config.geometry, config.buckets, 0, None, None, backend())
+    scenario = job.scenario(rounds_of(config))
+    assert len(scenario.rounds) == 120
+    assert dataclasses.replace(parse_case(scenario.to_json()), name="") == scenario
+
+
+@systems
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**32), batch=st.integers(1, 9), draft=st.integers(1, 4), pool=st.sampled_from([1, 4]))
+def test_random_tables_are_what_their_rounds_tabulate_to(
+    system: System, seed: int, batch: int, draft: int, pool: int
+):
+    """A chunk is drawn column by column; as rounds it must say the same, remaps and live bounds included."""
+    geometry = Geometry.resolve("tiny", {"pool_size": pool, "request_rows": 12})
+    config = diagnostic_matrix(system, geometry, batches=[batch], drafts=[draft], seed=seed, rounds=60)[0]
+    chunks = list(config.chunks())
+    rounds = [round_ for table in chunks for round_ in table.rounds(system.name)]
+    again = tabulate(
+        system.name,
+        config.geometry,
+        rounds,
+        np.zeros(config.geometry.request_rows, np.int64),
+        widest_bucket=max(config.buckets),
+        remap_slots=REMAPS_PER_ROUND,
+    )
+    for field in dataclasses.fields(RoundTable):
+        if field.name == "extend_lens" and system.name != "draft_extend":
+            continue  # nobody reads it
+        drawn = np.concatenate([getattr(table, field.name) for table in chunks])
+        tabulated = getattr(again, field.name)
+        if field.name.startswith("remap"):
+            # Which slot holds a remap means nothing.
+            drawn, tabulated = np.sort(drawn, axis=1), np.sort(tabulated, axis=1)
+        assert np.array_equal(drawn, tabulated), field.name
+
+
+@systems
+def test_the_same_seed_gives_the_same_rounds_and_another_one_others(system: System):
+    first, again = (rounds_of(matrix(system, batches=[6], rounds=80)[0]) for _ in range(2))
+    assert first == again
+    assert rounds_of(matrix(system, batches=[6], rounds=80, seed=1)[0]) != first
+
+
+@systems
+def test_a_long_run_comes_in_chunks(system: System):
+    config = matrix(system, batches=[3], drafts=[2], rounds=SCRIPTED_ROUNDS + 2 * CHUNK_ROUNDS + 5)[0]
+    assert [len(table) for table in config.chunks()] == [SCRIPTED_ROUNDS, CHUNK_ROUNDS, CHUNK_ROUNDS, 5]
+    assert [len(table) for table in dataclasses.replace(config, rounds=4).chunks()] == [4]
+
+
+def test_boundaries_are_legal_lengths():
+    for preset in PRESETS:
+        geometry = Geometry.resolve(preset)
+        values = boundaries(geometry)
+        assert values[0] >= 1
+        assert values[-1] == geometry.context
+        assert (np.diff(values) > 0).all()
+
+
+def test_companions_differ_from_their_bucket():
+    for batch in range(1, 200):
+        assert 1 <= companion(batch) != batch

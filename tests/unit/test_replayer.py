@@ -1,0 +1,475 @@
+"""Replayer: a right subject passes whatever the order of buckets, and each way of failing gets its own words."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from support import DEVICE, EagerDecode, backend, decode_round, job_of, open_replayer, small
+
+from dsa_verify.errors import HarnessError
+from dsa_verify.geometry import Geometry
+from dsa_verify.judge import Difference, Phase, Tally
+from dsa_verify.regions import LOUD_WORD, Kind
+from dsa_verify.replayer import Replayer, SubjectFault
+from dsa_verify.scenario import Round
+from dsa_verify.subject import Buffers, Inputs
+from dsa_verify.systems import SYSTEMS
+
+ROUNDS = [
+    decode_round(4, 5, 17, 37, 1),
+    decode_round(2, 9, 8, poison="plausible"),
+    decode_round(4, 4, 3, 2, poison="stale", remap=(1, 3)),
+    decode_round(2, 1, poison="stale", twice=True),
+    decode_round(4, 0, 0, 36, 35, twice=True),
+    decode_round(2, poison="loud"),
+]
+
+
+def run(subject: Callable[[], EagerDecode], rounds: list[Round], **rest: object) -> Replayer:
+    job = job_of(subject, **rest)  # type: ignore[arg-type]
+    replayer = job.open(len(rounds))
+    replayer.run(job.table(rounds))
+    replayer.finish()
+    return replayer
+
+
+def differences(replayer: Replayer) -> list[Difference]:
+    return [difference for tally in replayer.poll().values() for difference in tally.first]
+
+
+def test_a_right_subject_passes_over_interleaved_buckets():
+    replayer = run(EagerDecode, ROUNDS)
+    tallies = replayer.poll()
+    assert set(tallies) == {4, 2}
+    for bucket, tally in tallies.items():
+        assert tally.count() == 0
+        assert tally.compared > 0
+        assert replayer.lanes[bucket].rounds == 3
+    assert replayer.rounds_run == len(ROUNDS)
+    assert replayer.address_changes == []
+    assert replayer.compilations_after_warmup == 0
+
+
+def test_the_shipped_subject_compiles_nothing_after_warmup():
+    replayer = run(None, ROUNDS)  # type: ignore[arg-type]
+    assert not differences(replayer)
+    assert replayer.compilations_after_warmup == 0
+
+
+def test_capture_executes_nothing_and_warmup_leaves_no_result():
+    """Before the first round the counters are those of a fresh start."""
+    replayer = open_replayer(EagerDecode)
+    assert all(tally == Tally(compared=0, differing={}, first=()) for tally in replayer.poll().values())
+    assert replayer.feed.round_index.tolist() == [-1]
+
+
+def test_after_round_can_stop_a_run():
+    job = job_of(EagerDecode)
+    replayer = job.open(8)
+    seen: list[tuple[int, int]] = []
+
+    def stop_at_third(lane, row: int) -> bool:
+        seen.append((lane.bucket, row))
+        return row == 2
+
+    replayer.run(job.table(ROUNDS), after_round=stop_at_third)
+    assert seen == [(4, 0), (2, 1), (4, 2)]
+    assert replayer.rounds_run == 3
+
+
+class WrongFrom(EagerDecode):
+    """Wrong where the longest length is 17 or more."""
+
+    def in_graph(self) -> None:
+        super().in_graph()
+        self.out["cu_seqlens_k"][-1:].add_(self.inputs.seq_lens.max() >= 17)
+
+
+def test_a_difference_is_counted_once_for_each_round_and_named():
+    replayer = run(WrongFrom, ROUNDS)
+    tally = replayer.poll()[4]
+    assert tally.count(Kind.FIELD) == 3, "round 0, and both replays of round 4"
+    assert [(d.round, d.phase, d.region.name, d.row, d.got - d.want) for d in tally.first] == [
+        (0, Phase.REPLAY, "cu_seqlens_k", 4, 1),
+        (4, Phase.REPLAY, "cu_seqlens_k", 4, 1),
+        (4, Phase.SECOND_REPLAY, "cu_seqlens_k", 4, 1),
+    ]
+    assert replayer.poll()[2].count() == 0
+
+
+class GrowsOnRepeat(EagerDecode):
+    """Right at first, one more each time the same lengths come again."""
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        super().allocate(geometry, inputs, buffers)
+        self.before = torch.zeros_like(inputs.seq_lens)
+
+    def in_graph(self) -> None:
+        super().in_graph()
+        self.out["cache_seqlens_int32"].add_((self.before == self.inputs.seq_lens).all())
+        self.before.copy_(self.inputs.seq_lens)
+
+
+def test_a_second_replay_of_the_same_inputs_is_judged_as_such():
+    first = differences(run(GrowsOnRepeat, [decode_round(4, 5, 6, 7, 8, twice=True)]))
+    assert {(d.phase, d.region.name) for d in first} == {(Phase.SECOND_REPLAY, "cache_seqlens_int32")}
+    assert not differences(run(GrowsOnRepeat, [decode_round(4, 5, 6, 7, 8)]))
+
+
+# Buffers -------------------------------------------------------------------------------------------------------------
+
+
+class OwnBuffers(EagerDecode):
+    """Allocates its own outputs, as a real engine does."""
+
+    def outputs_of(self, buffers: Buffers) -> dict[str, torch.Tensor]:
+        own: dict[str, torch.Tensor] = {}
+        for field in buffers.layout:
+            if field.alias is None:
+                own[field.name] = torch.zeros(field.shape, dtype=torch.int32, device=DEVICE)
+        for field in buffers.layout:
+            if field.alias is not None:
+                own[field.name] = own[field.alias].view(field.shape)
+        return own
+
+    def outputs(self) -> Mapping[str, torch.Tensor]:
+        return self.out
+
+
+def test_outputs_outside_of_the_arena_are_judged_and_poisoned():
+    replayer = run(OwnBuffers, ROUNDS)
+    assert not differences(replayer)
+    assert all(tally.compared for tally in replayer.poll().values())
+    for lane in replayer.lanes.values():
+        assert (lane.buffers["page_table_1"] == LOUD_WORD).all(), "the buffers it was offered are not written"
+
+
+class OwnAndWrong(OwnBuffers):
+    def in_graph(self) -> None:
+        super().in_graph()
+        self.out["real_page_table"][:1, :1].add_(1)
+
+
+class OwnAndUnwritten(OwnBuffers):
+    def in_graph(self) -> None:
+        kept = self.out["dsa_cu_seqlens_k"].clone()
+        super().in_graph()
+        self.out["dsa_cu_seqlens_k"].copy_(kept)
+
+
+def test_wrong_outputs_outside_of_the_arena_are_found():
+    assert {d.region.name for d in differences(run(OwnAndWrong, ROUNDS[:1]))} == {"real_page_table"}
+    unwritten = differences(run(OwnAndUnwritten, ROUNDS[:1]))
+    assert {(d.region.name, d.got) for d in unwritten} == {("dsa_cu_seqlens_k", LOUD_WORD)}
+
+
+class OwnLongRows(OwnBuffers):
+    """Rows that are further apart than they are wide."""
+
+    def outputs_of(self, buffers: Buffers) -> dict[str, torch.Tensor]:
+        own = super().outputs_of(buffers)
+        table = own["page_table_1"]
+        own["page_table_1"] = torch.zeros((len(table), table.shape[1] + 9), dtype=torch.int32, device=DEVICE)[:, :-9]
+        return own
+
+
+def test_outputs_with_long_rows_are_accepted():
+    replayer = run(OwnLongRows, ROUNDS)
+    assert not differences(replayer)
+
+
+class OtherBucketLast(EagerDecode):
+    """Bucket 2 writes into a private buffer of bucket 4."""
+
+    first: EagerDecode | None = None
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        super().allocate(geometry, inputs, buffers)
+        if buffers.layout.bucket == 4:
+            OtherBucketLast.first = self
+
+    def in_graph(self) -> None:
+        super().in_graph()
+        if OtherBucketLast.first is not self and OtherBucketLast.first is not None:
+            OtherBucketLast.first.out["dsa_cache_seqlens_int32"][:2].fill_(-7)
+
+
+@pytest.mark.parametrize("buckets", [(4, 2, 4), (4, 2)])
+def test_what_one_bucket_does_to_another_is_seen_before_and_at_the_end(buckets: tuple[int, ...]):
+    """In the second case only `finish` can see it: bucket 4 is never replayed again."""
+    rounds = [decode_round(bucket, 5, 6) for bucket in buckets]
+    found = differences(run(OtherBucketLast, rounds))
+    assert {(d.phase, d.region.name, d.row, d.got) for d in found} == {
+        (Phase.BEFORE, "dsa_cache_seqlens_int32", row, -7) for row in (0, 1)
+    }
+    assert not differences(run(OtherBucketLast, rounds[:1]))
+
+
+class OtherBucketAndWrong(OtherBucketLast):
+    def in_graph(self) -> None:
+        super().in_graph()
+        if OtherBucketLast.first is self:
+            self.out["dsa_cache_seqlens_int32"][3:].add_(1)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="Replayer.poll: the full judge's count of a region replaces the private judge's, not adds to it"
+)
+def test_words_of_one_field_are_counted_in_every_phase():
+    replayer = run(OtherBucketAndWrong, [decode_round(4, 5, 6, 7, 8), decode_round(2, 5, 6)])
+    tally = replayer.poll()[4]
+    assert len(tally.first) == 1 + 2 + 1, "one word in REPLAY; the -7s and that word again in BEFORE"
+    assert tally.count(Kind.FIELD) == len(tally.first)
+
+
+# Addresses -----------------------------------------------------------------------------------------------------------
+
+
+class Rebinds(EagerDecode):
+    """From its third replay on hands out what `changed` makes of an output."""
+
+    field = "real_page_table"
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        super().allocate(geometry, inputs, buffers)
+        self.buffers, self.calls = buffers, 0
+        self.copy = buffers[self.field].clone()  # here, because before_replay may allocate nothing
+
+    def before_replay(self) -> None:
+        self.calls += 1
+        if self.calls == 2 + 3:  # two of the warm-up
+            self.change()
+
+    def change(self) -> None:
+        self.buffers[self.field] = self.copy
+
+
+class Reshapes(Rebinds):
+    def change(self) -> None:
+        self.buffers[self.field] = self.buffers[self.field][:, :-1]
+
+
+class Forgets(Rebinds):
+    def change(self) -> None:
+        del self.buffers[self.field]
+
+
+@pytest.mark.parametrize("subject, change", [(Rebinds, "pointer "), (Forgets, "the output is gone")])
+def test_the_ledger_names_the_round_in_which_an_output_moved(subject: type[Rebinds], change: str):
+    replayer = run(subject, [decode_round(4, 5)] * 6, buckets=(4,))
+    (seen,) = replayer.address_changes
+    assert (seen.bucket, seen.field, seen.round) == (4, "real_page_table", 2)
+    assert seen.change.startswith(change)
+
+
+def test_the_ledger_sees_a_change_of_shape_when_it_is_polled():
+    replayer = run(Reshapes, [decode_round(4, 5)] * 6, buckets=(4,))
+    assert replayer.address_changes == []
+    replayer.poll()
+    (seen,) = replayer.address_changes
+    assert seen.change == "shape (4, 10) became (4, 9)"
+    replayer.poll()
+    assert len(replayer.address_changes) == 1, "a change is listed once"
+
+
+# Subjects that fail --------------------------------------------------------------------------------------------------
+
+
+class Returns(EagerDecode):
+    def outputs(self) -> Mapping[str, torch.Tensor]:
+        return self.spoil(dict(self.out))
+
+    def spoil(self, out: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        raise NotImplementedError
+
+
+class Missing(Returns):
+    def spoil(self, out: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        del out["dsa_cu_seqlens_k"]
+        return out
+
+
+class WrongShape(Returns):
+    def spoil(self, out: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        out["cu_seqlens_k"] = out["cu_seqlens_k"][:-1]
+        return out
+
+
+class WrongDtype(Returns):
+    def spoil(self, out: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        out["dsa_cu_seqlens_k"] = out["dsa_cu_seqlens_k"].long()
+        return out
+
+
+class BrokenAlias(Returns):
+    def spoil(self, out: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        out["dsa_seqlens_expanded"] = out["cache_seqlens_int32"].clone()
+        return out
+
+
+class Everything(Returns):
+    def spoil(self, out: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {}
+
+
+class Transposed(Returns):
+    def spoil(self, out: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        rows, columns = out["page_table_1"].shape
+        out["page_table_1"] = torch.zeros((columns, rows), dtype=torch.int32, device=DEVICE).t()
+        return out
+
+
+@pytest.mark.parametrize(
+    "subject, text",
+    [
+        (Missing, "dsa_cu_seqlens_k is missing (int32 [5], contract 1.1)"),
+        (WrongShape, "cu_seqlens_k is int32 [4], it must be int32 [5] (contract 1.1)"),
+        (WrongDtype, "dsa_cu_seqlens_k is int64 [5], it must be int32 [5] (contract 1.1)"),
+        (BrokenAlias, "dsa_seqlens_expanded must share its memory with cache_seqlens_int32 (contract 1.1)"),
+    ],
+)
+def test_wrong_outputs_are_named_with_what_they_must_be(subject: type[Returns], text: str):
+    with pytest.raises(SubjectFault) as caught:
+        open_replayer(subject)
+    assert str(caught.value) == text
+    assert (caught.value.stage, caught.value.bucket, caught.value.kind) == ("allocate", 4, "wrong outputs")
+
+
+def test_every_wrong_output_is_named_at_once():
+    with pytest.raises(SubjectFault) as caught:
+        open_replayer(Everything)
+    for field in SYSTEMS["decode"].layout(small(), 4):
+        assert f"{field.name} is missing (int32 {list(field.shape)}" in str(caught.value)
+
+
+@pytest.mark.xfail(strict=True, reason="regions.as_words raises UsageError: a wrong subject ends as a wrong argument")
+def test_outputs_whose_rows_are_torn_are_wrong_outputs():
+    with pytest.raises(SubjectFault, match="page_table_1"):
+        open_replayer(Transposed)
+
+
+class RaisesAt(EagerDecode):
+    stage = ""
+    calls = 0
+
+    def fail(self, stage: str) -> None:
+        if stage == self.stage:
+            raise ValueError("broken")
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        super().allocate(geometry, inputs, buffers)
+        self.fail("allocate")
+
+    def before_replay(self) -> None:
+        self.calls += 1
+        self.fail("before_replay" if self.calls == 2 + 2 else "")
+
+    def in_graph(self) -> None:
+        super().in_graph()
+        self.fail("warm-up")
+        self.fail("capture" if self.calls == 2 else "")
+
+
+def factory_that_raises() -> EagerDecode:
+    raise ValueError("broken")
+
+
+@pytest.mark.parametrize("stage", ["construct", "allocate", "warm-up", "before_replay"])
+def test_a_subject_that_raises_says_where(stage: str):
+    subject: Callable[[], EagerDecode] = (
+        factory_that_raises if stage == "construct" else type("Raises", (RaisesAt,), {"stage": stage})
+    )
+    with pytest.raises(SubjectFault) as caught:
+        run(subject, ROUNDS[:1] * 4, buckets=(4,))
+    assert (caught.value.stage, caught.value.kind) == (stage, f"raises in {stage}")
+    assert str(caught.value) == f"{stage} raised ValueError: broken"
+    assert caught.value.round == (1 if stage == "before_replay" else 0)
+
+
+def test_a_subject_that_raises_under_capture_only():
+    subject = type("Raises", (RaisesAt,), {"stage": "capture", "fail": lambda self, stage: None})
+
+    def in_graph(self: RaisesAt) -> None:
+        self.graphs = getattr(self, "graphs", 0) + 1
+        EagerDecode.in_graph(self)
+        if self.graphs == 3:
+            raise ValueError("broken")
+
+    subject.in_graph = in_graph  # type: ignore[attr-defined]
+    with pytest.raises(SubjectFault, match="ValueError: broken") as caught:
+        open_replayer(subject)
+    assert (caught.value.stage, caught.value.kind) == ("capture", "raises in capture")
+
+
+class Synchronises(EagerDecode):
+    def in_graph(self) -> None:
+        super().in_graph()
+        self.longest = int(self.inputs.seq_lens.max())
+
+
+def test_a_subject_that_reads_on_the_host_in_capture():
+    with pytest.raises(SubjectFault, match="cannot be captured while doing") as caught:
+        open_replayer(Synchronises)
+    assert caught.value.kind == "synchronises in capture"
+
+
+class KeepsInReplay(EagerDecode):
+    """Its first replay may make constants (contract 3.7); the ones after that may not keep anything new."""
+
+    limit = 0
+    calls = 0
+
+    def before_replay(self) -> None:
+        self.calls += 1
+        torch.ones(3, device=DEVICE).sum()
+        if self.calls - 2 <= self.limit:
+            self.kept = torch.empty(100, dtype=torch.int32, device=DEVICE)
+
+
+def test_allocations_kept_by_before_replay_are_refused_after_the_first_round():
+    lazy = type("Lazy", (KeepsInReplay,), {"limit": 1})
+    assert not differences(run(lazy, ROUNDS[:1] * 6, buckets=(4,)))
+    with pytest.raises(SubjectFault, match=r"keeps 1 new allocation\(s\), the first 400 bytes made by") as caught:
+        run(type("Greedy", (KeepsInReplay,), {"limit": 2}), ROUNDS[:1] * 6, buckets=(4,))
+    assert (caught.value.kind, caught.value.round) == ("allocates in replay", 1)
+
+
+# Oracles that fail ---------------------------------------------------------------------------------------------------
+
+
+class OracleThatRaises(EagerDecode):
+    def in_graph(self) -> None:
+        raise ValueError("broken oracle")
+
+
+class OracleThatSynchronises(EagerDecode):
+    def in_graph(self) -> None:
+        super().in_graph()
+        self.inputs.seq_lens.tolist()
+
+
+class OracleOutOfBounds(EagerDecode):
+    def in_graph(self) -> None:
+        super().in_graph()
+        table = self.out["cu_seqlens_k"]
+        table.as_strided((1,), (1,), table.storage_offset() + table.numel()).fill_(3)
+
+
+def replayer_with_oracle(oracle: type) -> Replayer:
+    system = dataclasses.replace(SYSTEMS["decode"], oracle=f"{__name__}:{oracle.__name__}")
+    return Replayer(system, small(), (2,), EagerDecode, backend(), capacity=4, remap_slots=0)
+
+
+@pytest.mark.parametrize("oracle", [OracleThatRaises, OracleThatSynchronises])
+def test_an_oracle_that_cannot_be_captured_is_the_harness_own_fault(oracle: type):
+    with pytest.raises(HarnessError, match="the oracle of decode cannot be captured"):
+        replayer_with_oracle(oracle)
+
+
+def test_an_oracle_that_writes_beyond_its_buffers_is_seen():
+    replayer = replayer_with_oracle(OracleOutOfBounds)
+    replayer.run(job_of(EagerDecode, buckets=(2,)).table([decode_round(2, 5)], 0))
+    assert {d.region.kind for d in differences(replayer)} == {Kind.ORACLE_GUARD}
