@@ -1,6 +1,6 @@
 """Where a round's time goes on a GPU: each stage of the resident loop timed alone, by replaying it many times.
 
-    python bench/stages.py [SYSTEM] [BATCH] [DRAFT_TOKENS] [CONTEXT]
+python bench/stages.py [SYSTEM] [BATCH] [DRAFT_TOKENS] [CONTEXT]
 """
 
 from __future__ import annotations

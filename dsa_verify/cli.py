@@ -6,6 +6,7 @@ written even when a run is cut short, and every way to end has an exit status of
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,12 @@ def replay(**options: Any) -> None:
     device = _settle(options.pop("device"))
     from dsa_verify.commands.replay import Options, run
 
-    sys.exit(run(Options(**options), device))
+    status = run(Options(**options), device)
+    if status == errors.STATUS_DEVICE_LOST:
+        # Nothing may be asked of a lost device again, not even by the interpreter's own clearing up.
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 @cli.command()

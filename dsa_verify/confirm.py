@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from dsa_verify.diagnose import Evidence, Moment, diagnose_field, explain_guard
@@ -69,9 +69,10 @@ def fault_finding(job: Job, fault: SubjectFault) -> Finding:
     )
 
 
-def flaky_finding(job: Job, tallies: Iterable[Tally], attempts: int) -> Finding:
+def flaky_finding(job: Job, tallies: Mapping[int, Tally], attempts: int) -> Finding:
     """What is left to say when a difference did not show again."""
-    first = min((difference for tally in tallies for difference in tally.first), key=lambda d: d.round, default=None)
+    seen = [(difference, bucket) for bucket, tally in tallies.items() for difference in tally.first]
+    first, bucket = min(seen, key=lambda pair: pair[0].round, default=(None, None))
     name = f"{first.region.kind.value} {first.region.name}" if first else "an address"
     return Finding(
         system=job.system.name,
@@ -82,6 +83,7 @@ def flaky_finding(job: Job, tallies: Iterable[Tally], attempts: int) -> Finding:
             "the same rounds; suspect a race or a read of memory that nothing wrote"
         ),
         field=first.region.name if first else None,
+        bucket=bucket,
         round=first.round if first else None,
         draft_tokens=job.geometry.draft_tokens,
     )

@@ -141,7 +141,7 @@ def _explain(job: Job, rounds: Sequence[Round], replayer: Replayer, folder: Path
             return [_with_case(finding, job, case, folder) for finding in findings]
         if window >= len(rounds):
             break
-    flaky = flaky_finding(job, replayer.poll().values(), attempts)
+    flaky = flaky_finding(job, replayer.poll(), attempts)
     return [_with_case(flaky, job, rounds[-CASE_WINDOWS[-1] :], folder)]
 
 

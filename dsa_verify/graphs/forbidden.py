@@ -100,9 +100,16 @@ class AtenWatch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         reason = why_synchronising(func, args, kwargs or {})
-        if reason:
+        if reason and not _fills_by_mask(func, args):
             raise self._watch.refuse(str(func), reason)
         return func(*args, **(kwargs or {}))
+
+
+def _fills_by_mask(func: Any, args: tuple[Any, ...]) -> bool:
+    # `x[mask] = 3` is a masked fill and waits for nothing; the 3 arrives as a scalar on the host.
+    if func is not torch.ops.aten.index_put_.default or len(args[1]) != 1:
+        return False
+    return bool(args[2].dim() == 0 and args[2].device.type == "cpu")
 
 
 def _asks_for_the_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

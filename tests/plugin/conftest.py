@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import ModuleType
+from typing import Final
 
 import pytest
 
-# pytester forgets the modules that a session within this process imported; torch and Triton do not survive being
-# imported twice.
-import dsa_verify.verification  # noqa: F401
-
 # Module text: a right subject (the shipped one) and a wrong one, both of which a replay can load by name.
-SUBJECTS = """
+SUBJECTS: Final = """
 import pytest
 from dsa_verify.faults import plant
 
@@ -22,16 +21,33 @@ def Right():
 def Wrong():
     return plant("skip_refresh", Right)()
 """
+KEPT: Final = ("dsa_verify", "numpy", "oracles", "torch", "triton")
 
 Session = Callable[..., pytest.RunResult]
+
+
+class KeptImports:
+    """pytester forgets what a session within this process imported, but torch cannot be imported twice."""
+
+    def pytest_unconfigure(self) -> None:
+        self.modules: dict[str, ModuleType] = dict(sys.modules)
+
+    def restore(self) -> None:
+        for name, module in self.modules.items():
+            if name.partition(".")[0] in KEPT:
+                sys.modules.setdefault(name, module)
 
 
 @pytest.fixture
 def session(pytester: pytest.Pytester) -> Session:
     """Runs a session within this process, on a module of SUBJECTS and the given text."""
 
-    def run(text: str, *options: str) -> pytest.RunResult:
+    def run(text: str, *options: str, preset: str = "tiny") -> pytest.RunResult:
         pytester.makepyfile(test_mine=SUBJECTS + text)
-        return pytester.runpytest_inprocess("--dsa-preset=tiny", *options)
+        imports = KeptImports()
+        given = [f"--dsa-preset={preset}"] if preset else []
+        result = pytester.runpytest_inprocess(*given, *options, plugins=[imports])
+        imports.restore()
+        return result
 
     return run

@@ -30,6 +30,5 @@ def test_starting_is_cheap(pytester: pytest.Pytester, text: str, options: tuple[
 
 def test_the_report_above_can_fail(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(REPORT)
-    pytester.makepyfile("def test(dsa): dsa.verify('decode', batches=(1,), rounds=1)")
-    result = pytester.runpytest_subprocess("--dsa-preset=tiny")
-    result.stdout.fnmatch_lines(["loaded: [[]'dsa_verify.runs', 'numpy', 'torch', 'triton']"])
+    pytester.makepyfile("def test(): import numpy")
+    pytester.runpytest_subprocess().stdout.fnmatch_lines(["loaded: [[]'numpy']"])

@@ -6,17 +6,17 @@ import pytest
 import torch
 
 
-def test_default_follows_the_device(pytester: pytest.Pytester) -> None:
+def test_default_follows_the_device(session) -> None:
     preset = "deepseek_v32" if torch.cuda.is_available() else "tiny"
-    pytester.makepyfile(f"def test(dsa): assert dsa.preset == {preset!r}; dsa.verify('decode', batches=(1,), rounds=1)")
-    pytester.runpytest_inprocess().assert_outcomes(passed=1)
+    text = f"def test(dsa): assert dsa.preset == {preset!r}; dsa.verify('decode', batches=(1,), rounds=1)"
+    session(text, preset="").assert_outcomes(passed=1)
 
 
 @pytest.mark.parametrize("argument, preset", [("", "glm53_flash"), (", preset='tiny'", "tiny")])
 def test_given(session, pytester: pytest.Pytester, argument: str, preset: str) -> None:
     session(
         f"def test(dsa): dsa.verify('decode', Wrong, batches=(1,), rounds=1, context=203{argument})",
-        "--dsa-preset=glm53_flash",
+        preset="glm53_flash",
     )
     [case] = pytester.path.glob("dsa-findings/*.json")
     assert f'"preset": "{preset}"' in case.read_text()

@@ -127,7 +127,7 @@ def counter(value: int) -> torch.Tensor:
 def make_judge(regions: list[Region], side: str, round_index: torch.Tensor | None = None) -> Judge:
     """A judge that goes by torch or by Triton, whatever the device prefers."""
     judge = Judge(regions, DEVICE, counter(ROUND) if round_index is None else round_index)
-    judge._table = TileTable(regions, DEVICE) if side == "triton" else None
+    judge.table = TileTable(regions, DEVICE) if side == "triton" else None
     return judge
 
 
@@ -137,7 +137,7 @@ def check(tally: Tally, regions: list[Region], times: int = 1) -> None:
         expected, checked = reference_words(region)
         got = region.got.cpu().numpy()
         wrong = checked & (got != expected)
-        if region.want is not None:
+        if region.kind is Kind.FIELD:
             compared += int(checked.sum()) // region.words_per_element
         assert tally.differing.get(region, 0) == int(wrong.sum()) * times
         differences = {

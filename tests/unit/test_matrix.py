@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import backend
 
+from dsa_verify.errors import UsageError
 from dsa_verify.geometry import INDEX_DTYPES, INPUT_VIEWS, Geometry
 from dsa_verify.job import Job
 from dsa_verify.matrix import (
@@ -190,6 +191,25 @@ def test_a_long_run_comes_in_chunks(system: System):
     config = matrix(system, batches=[3], drafts=[2], rounds=SCRIPTED_ROUNDS + 2 * CHUNK_ROUNDS + 5)[0]
     assert [len(table) for table in config.chunks()] == [SCRIPTED_ROUNDS, CHUNK_ROUNDS, CHUNK_ROUNDS, 5]
     assert [len(table) for table in dataclasses.replace(config, rounds=4).chunks()] == [4]
+
+
+@pytest.mark.xfail(
+    strict=True, raises=ValueError, reason="diagnostic_matrix keeps a fixed request_rows that is too small for a batch"
+)
+def test_too_few_request_rows_are_refused():
+    geometry = Geometry.resolve("tiny", {"request_rows": 4})
+    with pytest.raises(UsageError, match="request_rows"):
+        for config in diagnostic_matrix(
+            SYSTEMS["decode"], geometry, batches=[8], fixed=frozenset({"request_rows"})
+        ):
+            list(config.chunks())
+
+
+@pytest.mark.xfail(strict=True, reason="diagnostic_matrix overrides a fixed draft_tokens without a word")
+def test_a_draft_length_that_was_asked_for_is_used():
+    geometry = Geometry.resolve("tiny", {"draft_tokens": 3})
+    configs = diagnostic_matrix(SYSTEMS["target_verify"], geometry, fixed=frozenset({"draft_tokens"}))
+    assert {config.geometry.draft_tokens for config in configs} == {3}
 
 
 def test_boundaries_are_legal_lengths():
