@@ -101,6 +101,7 @@ def main() -> None:
     """Entry point of the `dsa-verify` command."""
     try:
         cli(standalone_mode=False)
+        sys.exit(errors.STATUS_EQUAL)
     except click.exceptions.Exit as stop:
         sys.exit(stop.exit_code)
     except click.ClickException as error:

@@ -1,0 +1,275 @@
+"""The command line as its users meet it: what it prints, what it writes and how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dsa_verify import cli
+from dsa_verify.faults import conduct, names
+
+SMALL = ("--preset", "tiny", "--batch", "4", "--draft-tokens", "4")
+RESULT_KEYS = {
+    "schema",
+    "system",
+    "subject",
+    "device",
+    "graph",
+    "configs",
+    "replays",
+    "rounds_checked",
+    "fields_checked",
+    "elements_compared",
+    "mismatches",
+    "address_changes",
+    "guard_hits",
+    "compilations_after_warmup",
+    "findings",
+    "wall_s",
+    "environment",
+}
+
+Cli = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def dsa_verify(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs the command in an empty folder; (exit status, everything printed)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["dsa-verify", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        printed = capsys.readouterr()
+        return int(stop.value.code or 0), printed.out + printed.err
+
+    return run
+
+
+def test_help_needs_no_torch_and_answers_at_once() -> None:
+    code = (
+        "import sys; sys.argv = ['x', '--help']\nfrom dsa_verify import cli\ntry: cli.main()\nexcept SystemExit: pass\n"
+    )
+    code += "assert not {'torch', 'triton', 'numpy'} & set(sys.modules), 'imported something heavy'"
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        times.append(time.perf_counter() - start)
+        assert done.returncode == 0, done.stderr
+    assert "replay" in done.stdout
+    assert min(times) < 0.3
+
+
+def test_a_right_pipeline_ends_with_0_and_says_what_was_checked(dsa_verify: Cli, tmp_path: Path) -> None:
+    status, text = dsa_verify("replay", "--system", "target_verify", *SMALL, "--json", "r.json", "--junit", "r.xml")
+    assert status == 0, text
+    assert "17 replays checked, all equal; exit status 0" in text
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert set(result) >= RESULT_KEYS
+    assert (result["configs"], result["replays"], result["rounds_checked"], result["mismatches"]) == (1, 17, 17, 0)
+    assert result["elements_compared"] > 1000
+    suite = ElementTree.parse(tmp_path / "r.xml").getroot()[0]
+    assert (suite.get("tests"), suite.get("failures")) == ("1", "0")
+    assert not (tmp_path / "dsa-findings").exists()
+
+
+def test_several_systems_are_a_list_with_totals(dsa_verify: Cli, tmp_path: Path) -> None:
+    status, text = dsa_verify("replay", "--preset", "tiny", "--batch", "1", "--rounds", "2", "--json", "r.json")
+    assert status == 0, text
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert [run["system"] for run in result["runs"]] == ["decode", "target_verify", "draft_extend"]
+    assert result["rounds_checked"] == sum(run["rounds_checked"] for run in result["runs"])
+
+
+def test_a_finding_is_printed_written_and_replayed_from_its_case(dsa_verify: Cli, tmp_path: Path) -> None:
+    status, text = dsa_verify(
+        "replay",
+        "--system",
+        "target_verify",
+        *SMALL,
+        "--fault",
+        "off_by_one_page",
+        "--json",
+        "r.json",
+        "--junit",
+        "r.xml",
+    )
+    assert status == 1
+    finding = json.loads((tmp_path / "r.json").read_text())["findings"][0]
+    assert finding["diagnosis"] == "boundary"
+    assert finding["sentence"] in text
+    assert f"reproduce: {finding['reproduce']}" in text
+    failure = ElementTree.parse(tmp_path / "r.xml").getroot().find(".//failure")
+    assert failure is not None
+    assert failure.get("message") == finding["sentence"]
+    status, text = dsa_verify("replay", finding["case"])
+    assert status == 1
+    assert finding["sentence"] in text
+
+
+def test_the_fault_of_a_case_can_be_the_readers_own(dsa_verify: Cli) -> None:
+    """A case of a right subject is right; with --fault it is not."""
+    Path("case.json").write_text(
+        '{"schema": 1, "system": "decode", "preset": "tiny", "buckets": [2], '
+        '"rounds": [{"bucket": 2, "seq_lens": [5, 9], "requests": [3, 4]}]}'
+    )
+    assert dsa_verify("replay", "case.json")[0] == 0
+    status, text = dsa_verify("replay", "case.json", "--fault", "past_the_end:cu_seqlens_k")
+    assert status == 1
+    assert "wrote 4 bytes past field cu_seqlens_k" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--system", "nope"), "system 'nope' is unknown; known systems: decode, target_verify, draft_extend"),
+        (("--preset", "nope"), "preset: 'nope' is unknown"),
+        (("--subject", "nope"), "subject 'nope' is unknown for decode"),
+        (("--subject", "nope:Thing"), "importing 'nope' raised ModuleNotFoundError"),
+        (("--subject", "json:Thing"), "'json' has no attribute 'Thing'"),
+        (("--subject", "json:__name__"), "is a str, not a class or function"),
+        (("--fault", "nope"), "fault 'nope' is unknown"),
+        (("--system", "decode", "--fault", "unclamped_length"), "has no effect in decode"),
+        (("--set", "page_size"), "not KEY=VALUE"),
+        (("--set", "page_size=3"), "page_size: 3 is not a power of two"),
+        (("--set", "pages=3"), "unknown geometry field"),
+        (("--set", "draft_tokens=3"), "use --draft-tokens"),
+        (("--system", "decode", "--draft-tokens", "2"), "has no effect in decode"),
+        (("--device", "tpu"), "device 'tpu' is unknown"),
+        (("--json", "no/such/folder.json"), "does not exist"),
+        (("missing.json",), "missing.json"),
+        (("--rounds", "-1"), "--rounds"),
+        (("--nonsense",), "No such option"),
+    ],
+)
+def test_wrong_usage_is_one_clear_line_and_status_2(dsa_verify: Cli, arguments: tuple[str, ...], said: str) -> None:
+    status, text = dsa_verify("replay", *arguments)
+    assert status == 2, text
+    assert said in text
+    assert "Traceback" not in text
+
+
+def test_a_bad_case_names_its_path_and_status_2(dsa_verify: Cli) -> None:
+    Path("case.json").write_text(
+        '{"schema": 1, "system": "decode", "preset": "tiny", "buckets": [2], '
+        '"rounds": [{"bucket": 2, "seq_lens": [5, 999], "requests": [3, 4]}]}'
+    )
+    status, text = dsa_verify("replay", "case.json")
+    assert status == 2
+    assert "case.json: rounds[0].seq_lens[1]: 999 exceeds context 203" in text
+    status, text = dsa_verify("replay", "case.json", "--rounds", "4")
+    assert status == 2
+
+
+def test_options_of_the_matrix_are_refused_beside_a_case(dsa_verify: Cli) -> None:
+    Path("case.json").write_text(
+        '{"schema": 1, "system": "decode", "preset": "tiny", "buckets": [2], '
+        '"rounds": [{"bucket": 2, "seq_lens": [5], "requests": [3]}]}'
+    )
+    status, text = dsa_verify("replay", "case.json", "--rounds", "4")
+    assert (status, "--rounds: has no effect with a CASE" in text) == (2, True)
+
+
+def test_nothing_verified_is_status_4(dsa_verify: Cli) -> None:
+    status, text = dsa_verify("replay", *SMALL, "--rounds", "0")
+    assert status == 4
+    assert "nothing was verified" in text
+
+
+def test_a_broken_oracle_is_status_3(dsa_verify: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from oracles.decode import DecodeOracle
+
+    def broken(self: object) -> None:
+        raise ValueError("the oracle is out of order")
+
+    monkeypatch.setattr(DecodeOracle, "in_graph", broken)
+    status, text = dsa_verify("replay", "--system", "decode", "--preset", "tiny", "--batch", "1")
+    assert status == 3
+    assert "the oracle is out of order" in text
+
+
+def test_a_flaky_finding_is_status_6(dsa_verify: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conduct.WrongOnce, "struck", False)
+    status, text = dsa_verify("replay", "--system", "decode", "--preset", "tiny", "--batch", "4", "--fault", "flaky")
+    assert status == 6, text
+    assert "flaky: field cache_seqlens_int32" in text
+
+
+def test_a_lost_device_is_status_5_and_keeps_the_results(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "dsa_verify.cli",
+        "replay",
+        "--system",
+        "decode",
+        "--preset",
+        "tiny",
+        "--batch",
+        "4",
+    ]
+    command += ["--fault", "lost_device", "--json", "r.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 5, done.stdout + done.stderr
+    assert "illegal memory access" in done.stdout
+    assert json.loads((tmp_path / "r.json").read_text())["status"] == 5
+    assert list((tmp_path / "dsa-findings").glob("device-lost-*.json"))
+
+
+def test_an_interrupt_is_status_130_and_keeps_the_results(
+    dsa_verify: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from dsa_verify.report.terminal import Terminal
+
+    def interrupt(self: Terminal, rounds: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Terminal, "advance", interrupt)
+    status, text = dsa_verify("replay", "--system", "decode", "--preset", "tiny", "--batch", "4", "--json", "r.json")
+    assert status == 130, text
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert (result["interrupted"], result["rounds_checked"]) == (True, 1)
+
+
+def test_a_module_of_the_users_own_is_loaded(dsa_verify: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "of_my_own.py").write_text("from dsa_verify.pipelines.basic import Decode as Mine\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    status, text = dsa_verify(
+        "replay",
+        "--system",
+        "decode",
+        "--preset",
+        "tiny",
+        "--batch",
+        "1",
+        "--subject",
+        "of_my_own:Mine",
+        "--rounds",
+        "3",
+    )
+    assert status == 0, text
+    assert "of_my_own:Mine" in text
+
+
+def test_faults_are_listed(dsa_verify: Cli) -> None:
+    status, text = dsa_verify("faults")
+    assert status == 0
+    assert all(name in text for name in names())
+    assert len(names()) >= 12
+    status, text = dsa_verify("faults", "--system", "decode")
+    assert "unclamped_length" not in text
+
+
+def test_doctor_finds_this_machine_ready(dsa_verify: Cli) -> None:
+    status, text = dsa_verify("doctor")
+    assert status == 0, text
+    assert text.rstrip().endswith("ready: dsa-verify replay")
