@@ -14,7 +14,6 @@ import torch
 
 from dsa_verify.arena import GUARD_WORD, Arena
 from dsa_verify.contract import DTYPE_BYTES, Dead, Field, Layout, Lifetime, Row
-from dsa_verify.errors import UsageError
 from dsa_verify.subject import Inputs
 
 LOUD_WORD = -0x61616162  # int32 of 0x9E9E9E9E: negative, and neither a guard nor a graph's own poison
@@ -69,14 +68,16 @@ class Region:
     neighbours: tuple[str | None, str | None] = (None, None)
 
 
-def as_words(tensor: torch.Tensor, what: str) -> torch.Tensor:
-    """`tensor` as int32 [rows, words]; UsageError if the elements of a row are not adjacent."""
-    rows = tensor.shape[0] if tensor.dim() else 1
+def rows_are_whole(tensor: torch.Tensor) -> bool:
+    """Whether the elements of each row of `tensor` are adjacent, which is all that `as_words` asks for."""
+    return tensor.dim() < 2 or tensor.numel() == 0 or tensor[0].is_contiguous()
+
+
+def as_words(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, whose rows are whole, as int32 [rows, words]."""
+    rows = tensor.shape[0]
     columns = tensor[0].numel() if tensor.dim() > 1 and rows else 1
-    if tensor.dim() > 1 and columns > 1 and not tensor[0].is_contiguous():
-        raise UsageError(f"{what}: strides {tuple(tensor.stride())} do not keep a row together; make rows contiguous")
-    stride = tensor.stride(0) if tensor.dim() else 1
-    return tensor.as_strided((rows, columns), (stride, 1)).view(torch.int32)
+    return tensor.as_strided((rows, columns), (tensor.stride(0), 1)).view(torch.int32)
 
 
 def field_regions(
@@ -99,8 +100,8 @@ def _field_region(field: Field, got: torch.Tensor, want: torch.Tensor, control: 
     return Region(
         kind=Kind.FIELD,
         name=field.name,
-        got=as_words(got, field.name),
-        want=as_words(want, field.name),
+        got=as_words(got),
+        want=as_words(want),
         row_request=control.row_request if field.row is Row.TOKEN else None,
         want_per_request=field.one_row_per_request,
         live_tokens=control.live_tokens if field.column_step else None,
@@ -133,7 +134,7 @@ def guard_regions(arena: Arena, kind: Kind) -> list[Region]:
 
 def beyond_regions(arena: Arena, bucket: int) -> list[Region]:
     return [
-        Region(kind=Kind.BEYOND, name=name, got=as_words(rows, name), constant=LOUD_WORD, poisonable=True)
+        Region(kind=Kind.BEYOND, name=name, got=as_words(rows), constant=LOUD_WORD, poisonable=True)
         for name, rows in arena.beyond(bucket).items()
     ]
 
@@ -144,8 +145,8 @@ def input_regions(subject: Inputs, oracle: Inputs) -> list[Region]:
         Region(
             kind=Kind.INPUT,
             name=name,
-            got=as_words(tensor, name),
-            want=as_words(wanted[name], name),
+            got=as_words(tensor),
+            want=as_words(wanted[name]),
             words_per_element=tensor.element_size() // 4,
         )
         for name, tensor in subject.tensors().items()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -36,6 +37,7 @@ from dsa_verify.regions import (
     guard_regions,
     input_regions,
     private_fields,
+    rows_are_whole,
 )
 from dsa_verify.rounds import RoundTable
 from dsa_verify.subject import Buffers, Inputs, Subject, SubjectFactory, current_outputs
@@ -160,7 +162,7 @@ class Replayer:
                 full, private = (judge.poll() for judge in lane.judges)
                 tallies[lane.bucket] = Tally(
                     compared=full.compared,
-                    differing={**private.differing, **full.differing},
+                    differing=Counter(private.differing) + Counter(full.differing),
                     first=private.first + full.first,
                 )
                 self._check_identities(lane, max(self.rounds_run - 1, 0))
@@ -318,6 +320,10 @@ class Replayer:
                 wrong.append(
                     f"{field.name} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, "
                     f"it must be {field.dtype} {list(field.shape)} (contract {field.section})"
+                )
+            elif not rows_are_whole(tensor):
+                wrong.append(
+                    f"{field.name} has strides {list(tensor.stride())}; the elements of a row must be adjacent"
                 )
             elif field.alias is not None and tensor.data_ptr() != outputs[field.alias].data_ptr():
                 wrong.append(f"{field.name} must share its memory with {field.alias} (contract {field.section})")

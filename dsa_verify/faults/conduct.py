@@ -8,6 +8,7 @@ from dsa_verify.faults.wrapper import Wrapper
 from dsa_verify.geometry import Geometry
 from dsa_verify.subject import Buffers, Inputs, Subject
 
+FAR_BEYOND = 1 << 40  # elements: no address space of a device reaches there
 FIRST_ROUNDS = 3  # replays before a fault of conduct strikes; the warm-up makes the first two
 
 
@@ -60,7 +61,7 @@ class WrongOnce(Wrapper):
 
 
 class IllegalAccess(Wrapper):
-    """On a GPU a kernel really reads beyond all memory; elsewhere the driver's error is raised in its words."""
+    """On a GPU a kernel really writes beyond all memory; elsewhere the driver's error is raised in its words."""
 
     def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
         super().allocate(geometry, inputs, buffers)
@@ -74,7 +75,7 @@ class IllegalAccess(Wrapper):
         device = self.inputs.seq_lens.device
         if device.type != "cuda":
             raise RuntimeError("CUDA error: an illegal memory access was encountered (planted)")
-        far = torch.empty(1, dtype=torch.int32, device=device).as_strided((1,), (1,), 0)
-        index = torch.full((1,), 1 << 40, dtype=torch.int64, device=device)
-        torch.ops.aten._unsafe_index(far, [index])
+        from dsa_verify.faults.illegal_kernel import write_beyond
+
+        write_beyond[(1,)](torch.empty(1, dtype=torch.int32, device=device), FAR_BEYOND)
         torch.cuda.synchronize(device)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Final
 
 import pytest
@@ -21,33 +19,44 @@ def Right():
 def Wrong():
     return plant("skip_refresh", Right)()
 """
-KEPT: Final = ("dsa_verify", "numpy", "oracles", "torch", "triton")
 
 Session = Callable[..., pytest.RunResult]
 
 
-class KeptImports:
-    """pytester forgets what a session within this process imported, but torch cannot be imported twice."""
+@pytest.fixture(autouse=True)
+def only_our_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It would import Hypothesis anew at the end of every session, which takes longer than all the rest.
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest")
 
-    def pytest_unconfigure(self) -> None:
-        self.modules: dict[str, ModuleType] = dict(sys.modules)
 
-    def restore(self) -> None:
-        for name, module in self.modules.items():
-            if name.partition(".")[0] in KEPT:
-                sys.modules.setdefault(name, module)
+@pytest.fixture(scope="session")
+def imported() -> None:
+    """pytester forgets what a session within this process imported, but torch cannot be imported twice. So whatever
+    a verification imports, some of it late, is imported before the first session."""
+    from dsa_verify.device import settle_device
+
+    device = settle_device("auto")
+    import dsa_verify.verification  # noqa: F401
+    from dsa_verify.geometry import Geometry
+    from dsa_verify.graphs import open_backend
+    from dsa_verify.matrix import diagnostic_matrix
+    from dsa_verify.runs import Runner, open_run
+    from dsa_verify.systems import get_system
+
+    backend = open_backend(device)
+    configs = diagnostic_matrix(get_system("decode"), Geometry.resolve("tiny"), rounds=1, batches=(1,))
+    run = open_run("decode", None, backend)
+    Runner(backend=backend, folder=None).matrix(configs, None, run, fault="skip_refresh")
+    assert run.findings
 
 
 @pytest.fixture
-def session(pytester: pytest.Pytester) -> Session:
+def session(imported: None, pytester: pytest.Pytester) -> Session:
     """Runs a session within this process, on a module of SUBJECTS and the given text."""
 
     def run(text: str, *options: str, preset: str = "tiny") -> pytest.RunResult:
         pytester.makepyfile(test_mine=SUBJECTS + text)
-        imports = KeptImports()
         given = [f"--dsa-preset={preset}"] if preset else []
-        result = pytester.runpytest_inprocess(*given, *options, plugins=[imports])
-        imports.restore()
-        return result
+        return pytester.runpytest_inprocess(*given, *options)
 
     return run

@@ -20,15 +20,9 @@ def test_given_folder(session, pytester: pytest.Pytester) -> None:
 
 
 def test_relative_to_where_pytest_was_started(session, pytester: pytest.Pytester) -> None:
-    session(WRONG.replace("(dsa): ", "(tmp_path, monkeypatch, dsa): monkeypatch.chdir(tmp_path); "))
-    session(
-        WRONG.replace("(dsa): ", "(chdir, dsa): ")
-        + """
-@pytest.fixture
-def chdir(tmp_path, monkeypatch): monkeypatch.chdir(tmp_path)
-"""
-    )
-    assert [path.parent for path in pytester.path.rglob("decode-*.json")] == [pytester.path / "dsa-findings"]
+    pytester.mkdir("elsewhere")
+    session("def test(dsa, monkeypatch): monkeypatch.chdir('elsewhere'); dsa.verify('decode', Wrong, batches=(1,))")
+    assert len(list(pytester.path.glob("dsa-findings/decode-*.json"))) == 1
 
 
 def test_nothing_is_left_without_a_finding(session, pytester: pytest.Pytester) -> None:

@@ -69,7 +69,7 @@ def test_the_reproduce_line_shows_the_finding_again(session, pytester: pytest.Py
     [line] = (line for line in result.outlines if line.startswith("next: "))
     assert line.startswith("next: PYTHONPATH=lib dsa-verify replay dsa-findings/")
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    del environment["PYTHONPATH"]
+    environment.pop("PYTHONPATH", None)
     replay = subprocess.run(
         line.removeprefix("next: "), shell=True, env=environment, capture_output=True, text=True, check=False
     )

@@ -15,7 +15,7 @@ def test_wrong(dsa): dsa.verify('decode', Wrong, batches=(1,), rounds=2)
 def section(result: pytest.RunResult) -> list[str]:
     start = next(i for i, line in enumerate(result.outlines) if line.strip("= ") == "dsa-verify")
     end = next(i for i, line in enumerate(result.outlines) if i > start and line.startswith("="))
-    return result.outlines[start + 1 : end]
+    return [line for line in result.outlines[start + 1 : end] if line]
 
 
 def test_lines_after_a_finding(session) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from dsa_verify import verify as verify_module
 from dsa_verify.errors import DeviceLost, HarnessError
 from dsa_verify.faults.conduct import WrongOnce
 from dsa_verify.findings import Diagnosis, Finding
+from dsa_verify.job import Job
 from dsa_verify.matrix import Config, diagnostic_matrix
 from dsa_verify.rounds import RoundTable
 from dsa_verify.runs import Run, Runner, open_run
@@ -175,13 +177,10 @@ def test_a_lost_device_saves_the_rounds_up_to_then(folder: Path):
     assert counts.replays < len(ROUNDS)
 
 
-def oracle_job(oracle: type):
-    import dataclasses
-
+def oracle_job(oracle: type) -> Job:
     job = job_of(EAGER)
-    return dataclasses.replace(
-        job, system=dataclasses.replace(job.system, oracle=f"{__name__}:{oracle.__name__}")
-    )
+    system = dataclasses.replace(job.system, oracle=f"{__name__}:{oracle.__name__}")
+    return dataclasses.replace(job, system=system)
 
 
 class OracleOutOfBounds(EagerDecode):

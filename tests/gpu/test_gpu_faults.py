@@ -1,0 +1,59 @@
+"""On a GPU: every planted fault is caught in live CUDA graphs at the size of a real model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsa_verify import faults
+from dsa_verify.errors import STATUS_DEVICE_LOST
+from dsa_verify.faults.conduct import WrongOnce
+from dsa_verify.geometry import Geometry
+from dsa_verify.graphs import open_backend
+from dsa_verify.job import Job
+from dsa_verify.matrix import diagnostic_matrix
+from dsa_verify.scenario import read_case
+from dsa_verify.systems import SYSTEMS
+from dsa_verify.verify import Counts, verify_rounds
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+CASES = [(system, name) for system in SYSTEMS for name in faults.names(system) if name != "lost_device"]
+
+
+@pytest.fixture(autouse=True)
+def strikes_again() -> Iterator[None]:
+    WrongOnce.struck = False
+    yield
+    WrongOnce.struck = False
+
+
+@pytest.mark.parametrize("system, name", CASES)
+def test_a_fault_is_caught_in_cuda_graphs(system: str, name: str):
+    geometry = Geometry.resolve("deepseek_v32")
+    (config,) = diagnostic_matrix(SYSTEMS[system], geometry, batches=[4], drafts=[4])
+    backend = open_backend(torch.device("cuda", torch.cuda.current_device()), "cuda")
+    job = Job.make(SYSTEMS[system], config.geometry, config.buckets, 0, None, name, backend)
+    findings = verify_rounds(job, config.chunks(), Counts(), folder=None)
+    assert findings
+    assert findings[0].diagnosis in faults.FAULTS[name].diagnoses, findings[0].sentence
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_lost_device_ends_the_process_with_its_own_status(system: str, tmp_path: Path):
+    """In a process of its own: after an illegal access nothing it says may be believed."""
+    command = [sys.executable, "-m", "dsa_verify.cli", "replay", "--system", system, "--fault", "lost_device"]
+    command += ["--batch", "4", "--device", "cuda", "--findings", str(tmp_path)]
+    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == STATUS_DEVICE_LOST, done.stdout + done.stderr
+    (path,) = tmp_path.glob("device-lost-*.json")
+    assert read_case(path).fault == "lost_device"
+    assert "illegal memory access" in done.stdout + done.stderr

@@ -1,0 +1,181 @@
+"""On a GPU: the matrix at the sizes of real models in live CUDA graphs, long runs, and sizes that wrap 32 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from dsa_verify.compilations import count_compilations
+from dsa_verify.findings import Finding
+from dsa_verify.geometry import Geometry
+from dsa_verify.graphs import open_backend
+from dsa_verify.job import Job
+from dsa_verify.matrix import diagnostic_matrix
+from dsa_verify.scenario import Round
+from dsa_verify.systems import SYSTEMS
+from dsa_verify.verify import Counts, verify_rounds
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+systems = pytest.mark.parametrize("system", SYSTEMS)
+PRESETS = ("deepseek_v32", "glm53_flash")
+MILLION = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def memory_given_back() -> Iterator[None]:
+    yield
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def job_of(system: str, geometry: Geometry, buckets: tuple[int, ...]) -> Job:
+    backend = open_backend(torch.device("cuda", torch.cuda.current_device()), "cuda")
+    return Job.make(SYSTEMS[system], geometry, buckets, 0, None, None, backend)
+
+
+def verify(system: str, geometry: Geometry, buckets: tuple[int, ...], rounds: list[Round]) -> Counts:
+    """Verify `rounds`, expecting nothing wrong."""
+    job, counts = job_of(system, geometry, buckets), Counts()
+    expect_clean(verify_rounds(job, [job.table(rounds)], counts, folder=None), counts, len(rounds))
+    return counts
+
+
+def expect_clean(findings: list[Finding], counts: Counts, rounds: int) -> None:
+    assert [finding.sentence for finding in findings] == []
+    assert counts.rounds_checked == rounds
+    assert counts.elements_compared > 0
+    assert counts.compilations_after_warmup == 0
+
+
+def run_matrix(system: str, preset: str, rounds: int, batches: list[int], drafts: list[int]) -> None:
+    for config in diagnostic_matrix(
+        SYSTEMS[system], Geometry.resolve(preset), rounds=rounds, batches=batches, drafts=drafts
+    ):
+        counts = Counts()
+        job = job_of(system, config.geometry, config.buckets)
+        expect_clean(verify_rounds(job, config.chunks(), counts, folder=None), counts, rounds)
+
+
+@systems
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_reduced_matrix_at_the_size_of_a_model(system: str, preset: str):
+    run_matrix(system, preset, rounds=17, batches=[1, 5, 48], drafts=[2, 6])
+
+
+@systems
+def test_two_thousand_rounds_in_the_same_graphs(system: str):
+    run_matrix(system, "deepseek_v32", rounds=2000, batches=[16], drafts=[4])
+
+
+@systems
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_largest_batch(system: str, preset: str):
+    batch = 16_384
+    draft = 2 if SYSTEMS[system].drafts else 1
+    geometry = Geometry.resolve(
+        preset, {"context": 4096, "table_width": 512, "request_rows": batch + 2, "draft_tokens": draft}
+    )
+    rng = np.random.default_rng(0)
+    rounds = []
+    for bucket, poison in ((batch, "loud"), (5, "loud"), (batch, "plausible"), (batch, "stale")):
+        raw = bucket - (poison == "stale")
+        rounds.append(
+            Round(
+                bucket=bucket,
+                seq_lens=tuple(rng.integers(0, 4097, raw).tolist()),
+                requests=tuple((rng.permutation(batch)[:raw] + 1).tolist()),
+                remap=(1, 2, 3),
+                poison=poison,
+            )
+        )
+    verify(system, geometry, (batch, 5), rounds)
+
+
+@systems
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_request_of_a_million_tokens(system: str, batch: int):
+    draft = 4 if SYSTEMS[system].drafts else 1
+    geometry = Geometry.resolve(
+        "deepseek_v32", {"context": MILLION, "request_rows": batch + 3, "draft_tokens": draft}
+    )
+    lengths = [MILLION, 1, MILLION - 1, 64, MILLION - 63, 2048, MILLION]
+    rounds = [
+        Round(
+            bucket=batch,
+            seq_lens=tuple(lengths[(i + row) % len(lengths)] for row in range(batch)),
+            requests=tuple((i + row) % (batch + 2) + 1 for row in range(batch)),
+            remap=(1 + i % (batch + 2),) if i % 2 else (),
+            poison=("loud", "plausible", "stale")[i % 3],
+        )
+        for i in range(len(lengths))
+    ]
+    verify(system, geometry, (batch,), rounds)
+
+
+@systems
+def test_sums_that_wrap_at_two_to_the_thirty_one(system: str):
+    """Contract 1.7: 4,096 requests of a million tokens, in a table of one column."""
+    batch, rows = 4096, 8
+    draft = 2 if SYSTEMS[system].drafts else 1
+    geometry = Geometry.resolve(
+        "deepseek_v32", {"context": MILLION, "table_width": 1, "request_rows": rows, "draft_tokens": draft}
+    )
+    requests = tuple(1 + row % (rows - 1) for row in range(batch))
+    lengths = [tuple(MILLION - row % spread for row in range(batch)) for spread in (1, 7, 1000)]
+    rounds = [Round(bucket=batch, seq_lens=seq_lens, requests=requests) for seq_lens in lengths]
+    assert sum(lengths[0]) > 1 << 31
+    job = job_of(system, geometry, (batch,))
+    replayer = job.open(len(rounds))
+    replayer.run(job.table(rounds))
+    tally = replayer.poll()[batch]
+    assert tally.count() == 0
+    assert tally.compared > 0
+    sums = replayer.lanes[batch].subject._buffers["cu_seqlens_k"]  # type: ignore[attr-defined]
+    assert (sums < 0).any(), "it did wrap"
+
+
+def test_tables_with_row_offsets_beyond_two_to_the_thirty_one():
+    """512 x 8 rows of 2**20 columns are 2**32 elements."""
+    batch, rows, draft = 512, 8, 8
+    geometry = Geometry.resolve(
+        "deepseek_v32", {"context": MILLION, "request_rows": rows, "draft_tokens": draft}
+    )
+    assert batch * draft * geometry.columns > 1 << 31
+    requests = tuple(1 + row % (rows - 1) for row in range(batch))
+    rounds = [
+        Round(bucket=batch, seq_lens=tuple(65 * row + i for row in range(batch)), requests=requests) for i in range(2)
+    ]
+    rounds.append(Round(bucket=batch, seq_lens=(MILLION - 8,) * batch, requests=requests, poison="stale"))
+    verify("target_verify", geometry, (batch,), rounds)
+
+
+@systems
+def test_nothing_is_compiled_when_lengths_change(system: str):
+    """Called eagerly too, where a length that had become a constant of the kernel would compile a new one."""
+    draft = 4 if SYSTEMS[system].drafts else 1
+    geometry = Geometry.resolve("deepseek_v32", {"draft_tokens": draft, "request_rows": 50})
+    job = job_of(system, geometry, (48, 16))
+    replayer = job.open(4)
+    compiled = count_compilations()
+    before = compiled()
+    for length in (1, 2, 16, 63, 64, 65, 2048, 4096, 100_001, 131_072):
+        for lane in replayer.lanes.values():
+            lane.inputs.seq_lens.fill_(length)
+            lane.inputs.req_pool_indices.fill_(length % 49)
+            lane.subject.in_graph()
+    torch.cuda.synchronize()
+    assert compiled() == before
+
+
+def test_the_compilations_of_another_form_are_counted():
+    """The counter above is not blind: another page size is another kernel."""
+    compiled = count_compilations()
+    before = compiled()
+    job_of("decode", Geometry.resolve("deepseek_v32", {"context": 640, "page_size": 2, "topk": 77}), (3,)).open(1)
+    assert compiled() > before
