@@ -34,6 +34,22 @@ class Row(Enum):
     TOKEN = "token"  # draft position r mod N of batch row r div N (ragged: by the running sum of extend lengths)
     REQUEST_PREFIX = "request prefix"  # the sum over batch rows below r
     TOKEN_PREFIX = "token prefix"  # the sum over token rows below r
+    MULTIPROCESSOR = "multiprocessor"  # where SM r of a schedule starts
+    ITEM = "item"  # entry r of a list; row 0 is its head
+
+
+class Compare(Enum):
+    """How a field is compared."""
+
+    EXACT = "exact"  # bit by bit
+    ITEMS = "items"  # row 0 exactly, the rows it counts as a set, what lies beyond them not at all (contract 5)
+
+
+class Live(Enum):
+    """What bounds the live columns of a row with a `column_step`."""
+
+    TOKENS = "tokens"  # the request's live token bound
+    CANDIDATES = "candidates"  # the pools that the request closes in this round (contract 4.2)
 
 
 class Lifetime(Enum):
@@ -48,10 +64,10 @@ class Field:
     """One metadata tensor at one bucket.
 
     `shape` is (rows,) or (rows, columns). `column_step` is 0 where every column is live, else column c is live iff
-    `c * column_step < live_tokens` of the row's request. `live_token_rows`: rows beyond this round's token total are
-    dead. `low`/`high`: the legal values are low <= v < high. `alias`: this field is a view of that field's buffer
-    (contract 1.1); it owns no memory. `shared`: one buffer serves all buckets, each seeing its first rows.
-    `section` is where contract.md states the rule.
+    `c * column_step` is below the bound `live` of the row's request. `live_token_rows`: rows beyond this round's
+    token total are dead. `low`/`high`: the legal values are low <= v < high. `alias`: this field is a view of that
+    field's buffer (contract 1.1); it owns no memory. `shared`: one buffer serves all buckets, each seeing its first
+    rows. `section` is where contract.md states the rule.
     """
 
     name: str
@@ -62,6 +78,8 @@ class Field:
     high: int
     dtype: str = "int32"
     column_step: int = 0
+    live: Live = Live.TOKENS
+    compare: Compare = Compare.EXACT
     live_token_rows: bool = False
     dead: Dead = Dead.STALE
     dead_value: int = 0
@@ -84,7 +102,7 @@ class Field:
     @property
     def one_row_per_request(self) -> bool:
         """Whether the oracle keeps one row per request where the subject keeps N identical ones."""
-        return self.row is Row.TOKEN and self.column_step > 0
+        return self.row is Row.TOKEN and self.column_step > 0 and self.live is Live.TOKENS
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

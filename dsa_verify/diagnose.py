@@ -16,7 +16,7 @@ import torch
 from dsa_verify.contract import Field, Layout, Row
 from dsa_verify.findings import Diagnosis
 from dsa_verify.judge import Difference, Phase
-from dsa_verify.poison import plausible_words
+from dsa_verify.poison import plausible_word
 from dsa_verify.regions import LOUD_WORD, Region
 from dsa_verify.rounds import owner_of_slot
 
@@ -150,7 +150,7 @@ def _never_written(evidence: Evidence, e: _Element) -> Explanation | None:
     if e.got == LOUD_WORD:
         since = "at all" if now.poison == "stale" else "in this replay"
         return Diagnosis.NEVER_WRITTEN, f"it still holds the poison, so it was never written {since}"
-    if now.poison == "plausible" and e.got == int(plausible_words(e.region, now.round)[e.row, e.column]):
+    if now.poison == "plausible" and e.got == plausible_word(e.region, now.round, e.row, e.column):
         return Diagnosis.NEVER_WRITTEN, "it still holds the plausible poison, so it was never written in this replay"
     return None
 

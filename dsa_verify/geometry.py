@@ -7,10 +7,12 @@ a preset and overrides, so that a wrong combination is refused in one place.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from dsa_verify.errors import UsageError
+from dsa_verify.schedules import VARIANTS
+from dsa_verify.topk_plan_rules import PLAN_RULES
 
 MAX_CONTEXT_TOKENS: Final = 1 << 21
 MAX_BATCH: Final = 16_384
@@ -33,6 +35,8 @@ class Geometry:
     `architecture`: 90 or 100, which decides the form of `paged_mqa_ctx_lens_2d` (contract 1.2).
     `index_dtype`: dtype of `seq_lens` and `req_pool_indices`. `input_view`: how the input tensors lie in memory.
     `wide_table`: whether `page_table_1` exists (contract 1.5).
+    `indexer`: whether the indexer's metadata (schedule, top-k plan; with pooling its views and write plan) is part of
+    the layout. Then `multiprocessors` is S, `schedule` a variant of contract 3.2, `plan_rules` a table of contract 5.
     """
 
     preset: str
@@ -48,6 +52,10 @@ class Geometry:
     index_dtype: str = "int64"
     input_view: str = "plain"
     wide_table: bool = True
+    indexer: bool = False
+    multiprocessors: int = 132
+    schedule: str = "V4b"
+    plan_rules: str = "H200"
 
     @property
     def columns(self) -> int:
@@ -127,6 +135,7 @@ class Geometry:
             ("request_rows", 2, 2 * MAX_BATCH + 1),
             ("table_width", 0, MAX_CONTEXT_TOKENS),
             ("token_table_width", 0, 2 * MAX_CONTEXT_TOKENS),
+            ("multiprocessors", 1, 1024),
         )
         for name, low, high in limits:
             value = getattr(self, name)
@@ -136,7 +145,13 @@ class Geometry:
             value = getattr(self, name)
             if value & (value - 1):
                 raise UsageError(f"{where}{name}: {value} is not a power of two; use 1, 2, 4, ...")
-        for name, choices in (("index_dtype", INDEX_DTYPES), ("input_view", INPUT_VIEWS)):
+        named: tuple[tuple[str, Iterable[str]], ...] = (
+            ("index_dtype", INDEX_DTYPES),
+            ("input_view", INPUT_VIEWS),
+            ("schedule", VARIANTS),
+            ("plan_rules", PLAN_RULES),
+        )
+        for name, choices in named:
             if getattr(self, name) not in choices:
                 raise UsageError(f"{where}{name}: {getattr(self, name)!r} is not one of {', '.join(choices)}")
         if self.architecture not in (90, 100):
@@ -166,6 +181,15 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
     "glm53_flash": {"context": 131_072, "page_size": 64, "topk": 2048, "pool_size": 4},
     # Every boundary within reach of small numbers; the width is a multiple of neither the page nor a table block.
     "tiny": {"context": 203, "page_size": 4, "topk": 32},
+    "tiny_pool": {
+        "context": 603,
+        "page_size": 4,
+        "topk": 32,
+        "pool_size": 4,
+        "indexer": True,
+        "multiprocessors": 5,
+        "plan_rules": "tiny",
+    },
 }
 
 _FIELD_TYPES: Final = {

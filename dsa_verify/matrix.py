@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from dsa_verify.errors import UsageError
 from dsa_verify.geometry import Geometry
 from dsa_verify.rounds import PAD_REQUEST, Array, RoundTable, complete_table, seq_len_fill, tabulate
 from dsa_verify.scenario import POISONS, Round
@@ -84,6 +85,8 @@ def diagnostic_matrix(
     Dtype and view of the inputs turn over the configurations, so that offset, strided and int32 inputs are part of
     every matrix, unless they are among the `fixed` fields of `geometry`.
     """
+    if "draft_tokens" in fixed:
+        raise UsageError("draft_tokens: the matrix chooses it; give the draft lengths as drafts (--draft-tokens)")
     if system.drafts:
         pairs = [(batch, draft) for batch in batches or BATCHES for draft in drafts or DRAFTS]
     else:
@@ -94,6 +97,11 @@ def diagnostic_matrix(
         buckets = (batch, companion(batch))
         turning["request_rows"] = max(geometry.request_rows, max(buckets) + 2)
         changes = {key: value for key, value in turning.items() if key not in fixed} | {"draft_tokens": draft}
+        if geometry.request_rows <= max(buckets) and "request_rows" in fixed:
+            raise UsageError(
+                f"request_rows: {geometry.request_rows} rows are too few for a batch of {max(buckets)} requests and "
+                f"the pad request; use {max(buckets) + 1} or more"
+            )
         configs.append(
             Config(system=system, geometry=geometry.replace(**changes), buckets=buckets, rounds=rounds, seed=seed)
         )

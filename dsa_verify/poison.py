@@ -50,6 +50,16 @@ def plausible_words(region: Region, round_: int) -> torch.Tensor:
     rows, words = region.got.shape
     row = torch.arange(rows, device=region.got.device, dtype=torch.int64)[:, None]
     column = torch.arange(words, device=region.got.device, dtype=torch.int64)[None, :]
+    return _plausible(region, round_, row, column)
+
+
+def plausible_word(region: Region, round_: int, row: int, column: int) -> int:
+    """One of `plausible_words`, without making them all."""
+    at = (torch.tensor(value, dtype=torch.int64) for value in (row, column))
+    return int(_plausible(region, round_, *at))
+
+
+def _plausible(region: Region, round_: int, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     mixed = (row * HASH_ROW + column * HASH_COLUMN + round_ * HASH_ROUND) & 0x7FFFFFFF
     span = min(max(region.high - region.low, 1), 0x7FFFFFFF)
     values = region.low + (mixed ^ (mixed >> 15)) % span

@@ -135,15 +135,9 @@ def dsa(request: pytest.FixtureRequest) -> Verification:
         preset=option.dsa_preset,
         rounds=option.dsa_rounds,
         seed=option.dsa_seed,
-        folder=_findings_folder(config),
-        session=Session(on_run=on_run, rerun=lambda: _rerun(config), stop=stop),
+        folder=Path(option.dsa_findings),
+        session=Session(directory=config.invocation_params.dir, on_run=on_run, rerun=lambda: _rerun(config), stop=stop),
     )
-
-
-def _findings_folder(config: pytest.Config) -> Path:
-    """Relative to where pytest was started; left relative where it can be, for short commands in the report."""
-    folder = Path(config.option.dsa_findings)
-    return folder if Path.cwd() == config.invocation_params.dir else config.invocation_params.dir / folder
 
 
 def _rerun(config: pytest.Config) -> str:

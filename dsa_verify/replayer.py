@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from dsa_verify.arena import TORCH_DTYPES, Arena, Identity
 from dsa_verify.compilations import count_compilations
 from dsa_verify.contract import Layout
-from dsa_verify.errors import CaptureError, DeviceLost, DsaVerifyError, HarnessError
+from dsa_verify.errors import CaptureError, DeviceLost, DsaVerifyError, HarnessError, UsageError
 from dsa_verify.feed import Feed
 from dsa_verify.geometry import Geometry
 from dsa_verify.graphs import Backend, Graph
@@ -335,7 +335,7 @@ class Replayer:
         return {field.name: Identity.of(outputs[field.name]) for field in lane.layout if field.name in outputs}
 
     def _raise_fault(self, error: Exception, stage: str, bucket: int) -> None:
-        if isinstance(error, (SubjectFault, DeviceLost)):
+        if isinstance(error, (SubjectFault, DeviceLost, UsageError)):
             raise error
         _raise_if_lost(error)
         if isinstance(error, CaptureError):

@@ -33,6 +33,7 @@ TEST_DRAFTS: Final = (2, 4)
 class Session:
     """What a verification needs of the pytest session it runs in."""
 
+    directory: Path  # where pytest was started, and so where the commands in its report are typed
     on_run: Callable[[Run], None]  # called once for each run, also for one that was interrupted
     rerun: Callable[[], str]  # the command that runs the current test again
     stop: Callable[[str], None]  # ends the session after the current test
@@ -42,7 +43,7 @@ class Verification:
     """Verifies subjects on `device`.
 
     `preset`, `rounds` (a configuration) and `seed` are what `verify` uses where it is not told otherwise; cases of
-    findings go to `folder`. `rounds_checked` counts those of this process.
+    findings go to `folder`, relative to the session's directory. `rounds_checked` counts those of this process.
     """
 
     def __init__(
@@ -60,9 +61,9 @@ class Verification:
         self.rounds = rounds or SCRIPTED_ROUNDS
         self.seed = seed
         self.rounds_checked = 0
+        self._folder = folder
         self._session = session
         self._backend = open_backend(device)
-        self._runner = Runner(backend=self._backend, folder=folder)
 
     def verify(
         self,
@@ -88,7 +89,7 @@ class Verification:
             run = self._open(system, subject)
         except UsageError as error:
             raise pytest.UsageError(str(error)) from None
-        return self._finish(run, lambda: self._runner.matrix(configs, subject, run))
+        return self._finish(run, lambda runner: runner.matrix(configs, subject, run))
 
     def case(self, path: str | Path, subject: Subject = None) -> Run:
         """Replay the case file `path`, with `subject` instead of the one it names; fails and raises as `verify`."""
@@ -98,7 +99,7 @@ class Verification:
             run = self._open(scenario.system, subject if subject is not None else scenario.subject)
         except UsageError as error:
             raise pytest.UsageError(str(error)) from None
-        return self._finish(run, lambda: self._runner.case(scenario, subject, run))
+        return self._finish(run, lambda runner: runner.case(scenario, subject, run))
 
     def _configs(
         self,
@@ -135,20 +136,26 @@ class Verification:
             raise UsageError(f"subject: {subject!r} is a {kind} already; give its class, as each bucket makes its own")
         return open_run(system, subject, self._backend)
 
-    def _finish(self, run: Run, work: Callable[[], None]) -> Run:
+    def _finish(self, run: Run, work: Callable[[Runner], None]) -> Run:
         __tracebackhide__ = True
+        session = self._session
+        # Left relative where it can be, for short commands in the report; a test may have changed the directory.
+        folder = self._folder if Path.cwd() == session.directory else session.directory / self._folder
         try:
-            work()
+            work(Runner(backend=self._backend, folder=folder))
         except UsageError as error:
             raise pytest.UsageError(str(error)) from None
         except DeviceLost as lost:
-            self._session.stop("the device is lost: nothing this process says about it from here on may be believed")
+            session.stop("the device is lost: nothing this process says about it from here on may be believed")
             raise pytest.fail.Exception(str(lost), pytrace=False) from None
         finally:
-            rerun = self._session.rerun()
-            run.findings = [dataclasses.replace(f, reproduce=reproduce_line(f, rerun)) for f in run.findings]
+            rerun = session.rerun()
+            run.findings = [
+                dataclasses.replace(finding, reproduce=reproduce_line(finding, rerun, session.directory))
+                for finding in run.findings
+            ]
             self.rounds_checked += run.counts.rounds_checked
-            self._session.on_run(run)
+            session.on_run(run)
         if run.findings or not run.counts.rounds_checked:
             pytest.fail(failure_text(run), pytrace=False)
         return run
@@ -167,9 +174,9 @@ def failure_text(run: Run) -> str:
     return "\n".join(lines)
 
 
-def reproduce_line(finding: Finding, rerun: str) -> str:
-    """The command that shows `finding` again: the replay of its case, or `rerun` where no other process can make the
-    subject (a local class has no name to be loaded by)."""
+def reproduce_line(finding: Finding, rerun: str, directory: Path) -> str:
+    """The command that, typed in `directory`, shows `finding` again: the replay of its case, or `rerun` where no other
+    process can make the subject (a local class has no name to be loaded by)."""
     if finding.reproduce is None or "<" in finding.subject:
         return rerun
     module = finding.subject.partition(":")[0]
@@ -179,6 +186,6 @@ def reproduce_line(finding: Finding, rerun: str) -> str:
     # A test run finds modules of the project that an installed command does not.
     path = Path(file).parent if Path(file).name == "__init__.py" else Path(file)
     folder = path.parents[module.count(".")]
-    if not folder.is_relative_to(Path.cwd()) or "site-packages" in folder.parts:
+    if not folder.is_relative_to(directory) or "site-packages" in folder.parts:
         return finding.reproduce
-    return f"PYTHONPATH={shlex.quote(str(folder.relative_to(Path.cwd())))} {finding.reproduce}"
+    return f"PYTHONPATH={shlex.quote(str(folder.relative_to(directory)))} {finding.reproduce}"

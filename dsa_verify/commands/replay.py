@@ -174,8 +174,6 @@ def _cases_plan(options: Options, scenarios: Sequence[Scenario]) -> list[_Case]:
 def _matrix_plan(options: Options, backend: Backend) -> list[_Matrix]:
     preset = options.preset or ("deepseek_v32" if backend.device.type == "cuda" else "tiny")
     settings = dict(_setting(text) for text in options.settings)
-    if "draft_tokens" in settings:
-        raise UsageError("--set draft_tokens: the matrix chooses it; use --draft-tokens")
     geometry = Geometry.resolve(preset, settings)
     names = options.systems or tuple(SYSTEMS)
     plan = []

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from dsa_verify.contract import Lifetime
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import Geometry
 from dsa_verify.subject import Buffers, Inputs, Subject, current_outputs
@@ -24,6 +25,8 @@ class Wrapper:
         if self.field and self.field not in buffers.layout:
             known = ", ".join(field.name for field in buffers.layout)
             raise UsageError(f"fault field {self.field!r} is not in {buffers.layout.system}; its fields: {known}")
+        if self.field and buffers.layout[self.field].lifetime is Lifetime.CAPTURE:
+            raise UsageError(f"fault field {self.field!r} is written at capture only; choose one that replays write")
         self.geometry, self.inputs, self.buffers = geometry, inputs, buffers
         self.inner.allocate(geometry, self.inputs_for_inner(inputs), buffers)
 

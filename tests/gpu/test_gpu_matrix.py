@@ -101,9 +101,7 @@ def test_the_largest_batch(system: str, preset: str):
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_request_of_a_million_tokens(system: str, batch: int):
     draft = 4 if SYSTEMS[system].drafts else 1
-    geometry = Geometry.resolve(
-        "deepseek_v32", {"context": MILLION, "request_rows": batch + 3, "draft_tokens": draft}
-    )
+    geometry = Geometry.resolve("deepseek_v32", {"context": MILLION, "request_rows": batch + 3, "draft_tokens": draft})
     lengths = [MILLION, 1, MILLION - 1, 64, MILLION - 63, 2048, MILLION]
     rounds = [
         Round(
@@ -143,9 +141,7 @@ def test_sums_that_wrap_at_two_to_the_thirty_one(system: str):
 def test_tables_with_row_offsets_beyond_two_to_the_thirty_one():
     """512 x 8 rows of 2**20 columns are 2**32 elements."""
     batch, rows, draft = 512, 8, 8
-    geometry = Geometry.resolve(
-        "deepseek_v32", {"context": MILLION, "request_rows": rows, "draft_tokens": draft}
-    )
+    geometry = Geometry.resolve("deepseek_v32", {"context": MILLION, "request_rows": rows, "draft_tokens": draft})
     assert batch * draft * geometry.columns > 1 << 31
     requests = tuple(1 + row % (rows - 1) for row in range(batch))
     rounds = [

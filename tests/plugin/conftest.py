@@ -24,9 +24,9 @@ Session = Callable[..., pytest.RunResult]
 
 
 @pytest.fixture(autouse=True)
-def only_our_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    # It would import Hypothesis anew at the end of every session, which takes longer than all the rest.
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest")
+def without_hypothesis(pytester: pytest.Pytester) -> None:
+    # Its plugin imports all of it anew at the end of every session, which takes longer than all the rest.
+    pytester.makeini("[pytest]\naddopts = -p no:hypothesispytest")
 
 
 @pytest.fixture(scope="session")

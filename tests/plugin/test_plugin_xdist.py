@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import pytest
 
-ONE_FOR_EACH_WORKER = """
+BOTH = """
 def test_right(dsa): dsa.verify('decode', batches=(1,), rounds=3)
 def test_wrong(dsa): dsa.verify('decode', Wrong, batches=(1,), rounds=2)
 """
+# What each worker has seen, without the seconds that a verification takes to import.
+AS_IF_VERIFIED = """
+import pytest
+from dsa_verify.pytest_plugin import SEEN
+
+@pytest.mark.parametrize("rounds", [2, 3])
+def test(rounds, request, worker_id):
+    seen = request.config.stash[SEEN]
+    seen.rounds += rounds
+    seen.findings.append([f"found by {worker_id}", "command"])
+"""
 
 
-def test_rounds_and_findings_are_summed(session) -> None:
-    result = session(ONE_FOR_EACH_WORKER, "-n2")
+def test_a_worker_reports_rounds_and_findings(session) -> None:
+    result = session(BOTH, "-n1")
     result.assert_outcomes(passed=1, failed=1)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
         ["5 round(s) checked, 1 finding(s)", "never written: *", "next: PYTHONPATH=. dsa-verify replay *"]
     )
+
+
+def test_reports_of_all_workers_are_summed(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(AS_IF_VERIFIED)
+    result = pytester.runpytest_inprocess("-n2")
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["5 round(s) checked, 2 finding(s)"])
+    result.stdout.fnmatch_lines_random(["found by gw0", "found by gw1"])
 
 
 def test_zero_rounds_of_all_workers_fail(pytester: pytest.Pytester) -> None:

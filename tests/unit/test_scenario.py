@@ -23,7 +23,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     geometry = Geometry.resolve(
         draw(st.sampled_from(list(PRESETS))),
         {
-            "context": draw(st.integers(1, 300)),
+            "context": draw(st.integers(20, 300)),  # a pooled pad row has up to 16 + 4 tokens
             "draft_tokens": 1 if system == "decode" else draw(st.integers(1, 16)),
             "request_rows": draw(st.integers(2, 9)),
             "index_dtype": draw(st.sampled_from(["int32", "int64"])),

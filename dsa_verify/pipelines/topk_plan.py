@@ -1,0 +1,39 @@
+"""The top-k v2 plan as optimised: one launch straight into the captured buffer (contract 5)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from dsa_verify.pipelines.topk_plan_kernel import topk_plan_kernel
+from dsa_verify.topk_plan_rules import MAX_PLAN_ROWS, PlanRules
+
+
+class TopkPlanBuilder:
+    """Builds plans by the rules of one device; made outside capture, because it uploads its threshold table."""
+
+    def __init__(self, rules: PlanRules, device: torch.device):
+        self._rules = rules
+        self._table = torch.tensor(rules.thresholds, dtype=torch.int32, device=device)
+
+    def update(self, lengths: torch.Tensor, out: torch.Tensor) -> None:
+        """int32 [rows + 1, 2] `out`: the plan over int32 [rows] `lengths`, none of them negative.
+
+        Rows beyond the listed ones are left as they are, and so is everything where no plan is written.
+        """
+        rules, rows = self._rules, lengths.shape[0]
+        # Decided by the captured shape alone, so a branch of the host is safe in a capture.
+        if rules.max_clusters == 0 or rows <= rules.max_clusters or rows > MAX_PLAN_ROWS:
+            return
+        topk_plan_kernel[(1,)](
+            lengths,
+            self._table,
+            out,
+            rows,
+            lengths.stride(0),
+            len(rules.thresholds),
+            rules.floor,
+            rules.static_threshold,
+            ROW_LANES=triton.next_power_of_2(rows),
+            CANDIDATE_LANES=triton.next_power_of_2(len(rules.thresholds)),
+        )
