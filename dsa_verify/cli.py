@@ -99,6 +99,8 @@ def _settle(device: str) -> Any:
 
 def main() -> None:
     """Entry point of the `dsa-verify` command."""
+    # As for `python -m`: a subject may lie in the folder that the command is run from.
+    sys.path.insert(0, "")
     try:
         cli(standalone_mode=False)
         sys.exit(errors.STATUS_EQUAL)

@@ -11,11 +11,12 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from dsa_verify.diagnose import Evidence, Moment, diagnose_field, explain_guard
+from dsa_verify.diagnose import Evidence, Moment, broken_laws, diagnose_field, explain_guard
 from dsa_verify.errors import HarnessError
 from dsa_verify.findings import Diagnosis, Finding
 from dsa_verify.job import Job, remap_slots_of
 from dsa_verify.judge import Difference, Phase, Tally
+from dsa_verify.layouts.indexer import SCHEDULED_LENGTHS
 from dsa_verify.regions import Kind, Region
 from dsa_verify.replayer import Lane, Replayer, SubjectFault
 from dsa_verify.rounds import RoundTable
@@ -119,6 +120,8 @@ def _findings(
         bucket, first = entries[0]
         if first.region.kind is Kind.FIELD and first.region.name in replaced:
             continue
+        if first.phase is Phase.REPLAY and (Phase.BEFORE_GRAPH, id(first.region)) in by_region:
+            continue  # what was wrong before the graph is still wrong after it
         differences = [difference for _, difference in entries]
         base = dataclasses.replace(_base(job, bucket, first.round), differing=counts.get(id(first.region), 0))
         findings.append(_judged(base, evidence, differences))
@@ -155,6 +158,10 @@ def _judged(base: Finding, evidence: Evidence, differences: Sequence[Difference]
         )
     else:
         diagnosis, sentence, place = diagnose_field(evidence, differences)
+        if first.phase is Phase.BEFORE_GRAPH:
+            sentence = f"before the graph replays: {sentence}"
+        if region.name in SCHEDULED_LENGTHS:
+            sentence += broken_laws(evidence, region)
     return dataclasses.replace(
         base,
         diagnosis=diagnosis,
@@ -187,6 +194,7 @@ def _moment(lane: Lane, table: RoundTable, row: int) -> Moment:
         requests=tuple(table.requests[row, :bucket].tolist()),
         row_request=tuple(table.row_request[row, : table.token_rows[row]].tolist()),
         live_tokens=tuple(table.live_tokens[row, :bucket].tolist()),
+        live_candidates=tuple(table.live_candidates[row, :bucket].tolist()),
         token_rows=int(table.token_rows[row]),
         poison=POISONS[int(table.poison[row])],
         want={name: tensor.cpu().clone() for name, tensor in lane.oracle_buffers.items()},

@@ -13,14 +13,18 @@ from typing import Final
 
 import torch
 
-from dsa_verify.contract import Field, Layout, Row
+from dsa_verify.contract import Field, Layout, Live, Row
 from dsa_verify.findings import Diagnosis
 from dsa_verify.judge import Difference, Phase
+from dsa_verify.laws import ScheduleLaw
+from dsa_verify.layouts.indexer import SCHEDULED_LENGTHS
 from dsa_verify.poison import plausible_word
 from dsa_verify.regions import LOUD_WORD, Region
 from dsa_verify.rounds import owner_of_slot
+from dsa_verify.schedules import VARIANTS
 
 Explanation = tuple[Diagnosis, str]
+_ITEM_COLUMNS: Final = (("threshold", "number of items"), ("row", "length"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +38,7 @@ class Moment:
     requests: tuple[int, ...]
     row_request: tuple[int, ...]
     live_tokens: tuple[int, ...]
+    live_candidates: tuple[int, ...]
     token_rows: int
     poison: str
     want: dict[str, torch.Tensor]
@@ -46,11 +51,12 @@ class Moment:
 
     def value(self, field: Field, row: int, column: int) -> int | None:
         """The right value of a live element in this round; None if it was dead or did not exist."""
-        batch_row = row if field.row in (Row.REQUEST_PREFIX, Row.TOKEN_PREFIX) else self.batch_row(field, row)
+        batch_row = self.batch_row(field, row) if field.row in (Row.REQUEST, Row.TOKEN) else row
         table = self.want.get(field.name)
         if batch_row is None or table is None:
             return None
-        if field.column_step and column * field.column_step >= self.live_tokens[batch_row]:
+        bound = self.live_tokens if field.live is Live.TOKENS else self.live_candidates
+        if field.column_step and column * field.column_step >= bound[batch_row]:
             return None
         if field.live_token_rows and row >= self.token_rows + (1 if field.row is Row.TOKEN_PREFIX else 0):
             return None
@@ -77,6 +83,7 @@ class _Element:
     region: Region
     row: int
     column: int
+    word: int
     got: int
     want: int
 
@@ -84,7 +91,7 @@ class _Element:
 def diagnose_field(evidence: Evidence, differences: Sequence[Difference]) -> tuple[Diagnosis, str, str]:
     """(diagnosis, sentence, place) for the first differing elements of one field in one round."""
     field = evidence.layout[differences[0].region.name]
-    elements = [_Element(field, d.region, d.row, d.column, d.got, d.want) for d in differences]
+    elements = [_Element(field, d.region, d.row, d.column, d.word, d.got, d.want) for d in differences]
     first = elements[0]
     place = describe_place(evidence, field, first.row, first.column)
     if differences[0].phase is Phase.SECOND_REPLAY:
@@ -111,7 +118,11 @@ def describe_place(evidence: Evidence, field: Field, row: int, column: int) -> s
         words.append(f"the sum over the first {row} {'batch' if field.row is Row.REQUEST_PREFIX else 'token'} rows")
     else:
         batch_row = now.batch_row(field, row)
-        if batch_row is None:
+        if field.row is Row.MULTIPROCESSOR:
+            words.append(f"where SM {row} starts: {('q unit', 'kv split')[column]}")
+        elif field.row is Row.ITEM:
+            words.append(f"{'the head' if row == 0 else f'listed row {row}'}: {_ITEM_COLUMNS[row > 0][column]}")
+        elif batch_row is None:
             words.append("a row that no request owns in this round")
         else:
             words.append(f"batch row {batch_row}, request {now.requests[batch_row]}, length {now.seq_lens[batch_row]}")
@@ -119,7 +130,9 @@ def describe_place(evidence: Evidence, field: Field, row: int, column: int) -> s
                 words.append(f"draft position {row - now.row_request.index(batch_row)}")
             elif field.columns > 1 and not field.column_step:
                 words.append(f"draft position {column}")
-    if field.column_step:
+    if field.live is Live.CANDIDATES:
+        words.append(f"pool candidate {column}")
+    elif field.column_step:
         token = column * field.column_step
         words.append(f"page {token // geometry.allocator_page}")
         words.append(f"token {token}")
@@ -142,6 +155,21 @@ def explain_guard(difference: Difference, count: int) -> tuple[Diagnosis, str]:
     )
 
 
+def broken_laws(evidence: Evidence, region: Region) -> str:
+    """What the schedule in `region` does to its tiles, by the laws alone; empty if it breaks none (contract 3.5)."""
+    geometry = evidence.layout.geometry
+    variant = VARIANTS[geometry.schedule]
+    name, clamped = SCHEDULED_LENGTHS[region.name]
+    lengths = evidence.now.want[name].cpu()
+    lengths = lengths.clamp(min=1) if clamped else lengths
+    if lengths.dim() not in variant.context_dims:
+        lengths = lengths[:, -1] if lengths.dim() == 2 else lengths.unsqueeze(1)
+    next_n = lengths.shape[1] if lengths.dim() == 2 else 1
+    law = ScheduleLaw(variant, geometry.multiprocessors, rows=lengths.shape[0], next_n=next_n)
+    breaks = law.judge(region.got.cpu().contiguous(), lengths.contiguous())
+    return "".join(f"; {broken.sentence}" for broken in breaks[:1])
+
+
 # Explanations, in the order in which they are preferred -------------------------------------------------------------
 
 
@@ -150,14 +178,14 @@ def _never_written(evidence: Evidence, e: _Element) -> Explanation | None:
     if e.got == LOUD_WORD:
         since = "at all" if now.poison == "stale" else "in this replay"
         return Diagnosis.NEVER_WRITTEN, f"it still holds the poison, so it was never written {since}"
-    if now.poison == "plausible" and e.got == plausible_word(e.region, now.round, e.row, e.column):
+    if now.poison == "plausible" and e.got == plausible_word(e.region, now.round, e.row, e.word):
         return Diagnosis.NEVER_WRITTEN, "it still holds the plausible poison, so it was never written in this replay"
     return None
 
 
 def _other_request_in_table(evidence: Evidence, e: _Element) -> Explanation | None:
     """A slot says whose token it is; the right position of the wrong request is a wrong map, not a wrong page."""
-    if not e.field.column_step or evidence.now.poison == "stale":
+    if not _is_table(e.field) or evidence.now.poison == "stale":
         return None
     owner = _owner(evidence, e, e.got)
     batch_row = evidence.now.batch_row(e.field, e.row)
@@ -230,9 +258,9 @@ def _out_of_range(evidence: Evidence, e: _Element) -> Explanation | None:
 
 def _boundary(evidence: Evidence, e: _Element) -> Explanation | None:
     geometry = evidence.layout.geometry
-    if e.field.row in (Row.REQUEST_PREFIX, Row.TOKEN_PREFIX):
+    if e.field.row not in (Row.REQUEST, Row.TOKEN):
         return None
-    if e.field.column_step:
+    if _is_table(e.field):
         owner, mine = _owner(evidence, e, e.got), _owner(evidence, e, e.want)
         if owner and mine and owner[0] == mine[0] and owner[1] != mine[1]:
             return Diagnosis.BOUNDARY, f"that is token {owner[1]} of the same request, expected token {mine[1]}"
@@ -262,6 +290,11 @@ def _prefix_step(evidence: Evidence, e: _Element) -> Explanation | None:
         Diagnosis.WRONG_VALUE,
         f"the sum is off by {e.got - e.want:+d}; it is the first wrong element, so the row before it is miscounted",
     )
+
+
+def _is_table(field: Field) -> bool:
+    """Whether the elements are slots or pages, which say whose they are."""
+    return field.column_step > 0 and field.live is Live.TOKENS
 
 
 def _owner(evidence: Evidence, e: _Element, value: int) -> tuple[int, int] | None:

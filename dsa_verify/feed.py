@@ -16,6 +16,7 @@ import torch
 from dsa_verify.geometry import DISJOINT_GENERATIONS, Geometry
 from dsa_verify.regions import Control
 from dsa_verify.rounds import PAD_REQUEST, PAGE_ID_MULTIPLIER, RoundTable, seq_len_fill
+from dsa_verify.scenario import pooled_indexer
 from dsa_verify.subject import Inputs
 
 _INDEX_DTYPES: Final = {"int64": torch.int64, "int32": torch.int32}
@@ -31,7 +32,9 @@ class _Columns:
     seq_lens: slice
     requests: slice
     extend_lens: slice
+    accept_lens: slice
     live_tokens: slice
+    live_candidates: slice
     token_rows: slice
     row_request: slice
     remap_rows: slice
@@ -41,7 +44,7 @@ class _Columns:
 
     @classmethod
     def of(cls, batch: int, tokens: int, remaps: int) -> _Columns:
-        sizes = (batch, batch, batch, batch, 1, tokens, remaps, remaps, 1)
+        sizes = (batch, batch, batch, batch, batch, batch, 1, tokens, remaps, remaps, 1)
         ends: list[int] = np.cumsum(sizes).tolist()
         names = (field.name for field in dataclasses.fields(cls) if field.name != "width")
         pieces: dict[str, Any] = {
@@ -61,6 +64,7 @@ class Feed:
     ):
         self.geometry, self._widest, self._device = geometry, widest, device
         self._extends = system == "draft_extend"
+        self._accepts = self._extends and pooled_indexer(geometry)
         self._fill = seq_len_fill(system, geometry)
         self._columns = _Columns.of(widest, widest * geometry.draft_tokens, remap_slots)
         self._packed = torch.zeros((capacity, self._columns.width), dtype=torch.int32, device=device)
@@ -80,8 +84,9 @@ class Feed:
         for inputs in (self._subject, self._oracle):
             inputs.seq_lens.fill_(self._fill)
             inputs.req_pool_indices.fill_(PAD_REQUEST)
-            if inputs.extend_lens is not None:
-                inputs.extend_lens.fill_(self.geometry.draft_tokens)
+            for lens in (inputs.extend_lens, inputs.accept_lens):
+                if lens is not None:
+                    lens.fill_(self.geometry.draft_tokens)
 
     def inputs(self, bucket: int) -> tuple[Inputs, Inputs]:
         """(subject's, oracle's) views of `bucket`."""
@@ -92,6 +97,7 @@ class Feed:
         row, columns = self._row(bucket), self._columns
         control = Control(
             live_tokens=row[columns.live_tokens],
+            live_candidates=row[columns.live_candidates],
             token_rows=row[columns.token_rows],
             row_request=row[columns.row_request],
         )
@@ -104,7 +110,9 @@ class Feed:
                 table.seq_lens,
                 table.requests,
                 table.extend_lens,
+                table.accept_lens,
                 table.live_tokens,
+                table.live_candidates,
                 table.token_rows[:, None],
                 table.row_request,
                 table.remap_rows,
@@ -128,6 +136,8 @@ class Feed:
             inputs.req_pool_indices[:bucket].copy_(row[columns.requests][:bucket])
             if inputs.extend_lens is not None:
                 inputs.extend_lens[:bucket].copy_(row[columns.extend_lens][:bucket])
+            if inputs.accept_lens is not None:
+                inputs.accept_lens[:bucket].copy_(row[columns.accept_lens][:bucket])
         if columns.remap_rows.stop > columns.remap_rows.start:
             self._remap(row[columns.remap_rows].long(), row[columns.remap_generations].long())
 
@@ -161,6 +171,7 @@ class Feed:
             req_pool_indices=self._vector(dtype, form),
             req_to_token=self._token_table(form),
             extend_lens=extend,
+            accept_lens=self._vector(torch.int32, form) if self._accepts else None,
         )
         rows = torch.arange(geometry.request_rows, device=self._device)
         for part in rows.split(256):  # the intermediate is int64 and several times the table
@@ -186,10 +197,11 @@ class Feed:
         return torch.zeros((rows, columns), dtype=torch.int32, device=self._device)
 
     def _view(self, inputs: Inputs, bucket: int) -> Inputs:
-        extend = inputs.extend_lens
+        extend, accept = inputs.extend_lens, inputs.accept_lens
         return Inputs(
             seq_lens=inputs.seq_lens[:bucket],
             req_pool_indices=inputs.req_pool_indices[:bucket],
             req_to_token=inputs.req_to_token[: self.geometry.request_rows],
             extend_lens=None if extend is None else extend[:bucket],
+            accept_lens=None if accept is None else accept[:bucket],
         )

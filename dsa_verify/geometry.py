@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from dsa_verify.errors import UsageError
-from dsa_verify.schedules import VARIANTS
+from dsa_verify.schedules import VARIANTS, Indices
 from dsa_verify.topk_plan_rules import PLAN_RULES
 
 MAX_CONTEXT_TOKENS: Final = 1 << 21
@@ -156,6 +156,13 @@ class Geometry:
                 raise UsageError(f"{where}{name}: {getattr(self, name)!r} is not one of {', '.join(choices)}")
         if self.architecture not in (90, 100):
             raise UsageError(f"{where}architecture: {self.architecture} is not 90 or 100")
+        if self.indexer:
+            if VARIANTS[self.schedule].indices is Indices.MANDATORY:
+                raise UsageError(f"{where}schedule: {self.schedule} needs indices, which no system passes; use another")
+            # Here, because the rules of pooling are stated of a geometry and so import this module.
+            from dsa_verify.kpool_rules import check_pool_geometry
+
+            check_pool_geometry(self, where=where)
         needed = max(self.context + self.draft_tokens, self.columns)
         if self.token_columns < needed:
             raise UsageError(
@@ -177,8 +184,8 @@ class Geometry:
 
 
 PRESETS: Final[dict[str, dict[str, Any]]] = {
-    "deepseek_v32": {"context": 131_072, "page_size": 64, "topk": 2048},
-    "glm53_flash": {"context": 131_072, "page_size": 64, "topk": 2048, "pool_size": 4},
+    "deepseek_v32": {"context": 131_072, "page_size": 64, "topk": 2048, "indexer": True},
+    "glm53_flash": {"context": 131_072, "page_size": 64, "topk": 2048, "pool_size": 4, "indexer": True},
     # Every boundary within reach of small numbers; the width is a multiple of neither the page nor a table block.
     "tiny": {"context": 203, "page_size": 4, "topk": 32},
     "tiny_pool": {
@@ -188,6 +195,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
         "pool_size": 4,
         "indexer": True,
         "multiprocessors": 5,
+        "schedule": "tiny",
         "plan_rules": "tiny",
     },
 }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dsa_verify.faults import plant
+from dsa_verify.faults import check_field, plant
 from dsa_verify.geometry import Geometry
 from dsa_verify.graphs import Backend
 from dsa_verify.matrix import REMAPS_PER_ROUND
@@ -46,7 +46,9 @@ class Job:
         factory = subject_factory(system, subject)[1] if subject is None or isinstance(subject, str) else subject
         label = cls.label_of(system, subject)
         if fault is not None:
-            plant(fault, factory, system.name)  # refuse a wrong name now rather than at the first capture
+            # Refuse a wrong name or field now rather than at the first capture.
+            plant(fault, factory, system.name)
+            check_field(fault, [system.layout(geometry, bucket) for bucket in buckets])
         return cls(
             system=system,
             geometry=geometry,

@@ -29,21 +29,27 @@ class Phase(IntEnum):
     """When in a round the judge looked."""
 
     BEFORE = 0  # before this bucket's inputs change: what other buckets' replays did to it
-    REPLAY = 1
-    SECOND_REPLAY = 2  # the same inputs again: nothing may change
+    BEFORE_GRAPH = 1  # after the eager work, before the graph: what a consumer may already read then
+    REPLAY = 2
+    SECOND_REPLAY = 3  # the same inputs again: nothing may change
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One word that is not what it must be; `column` counts elements, `got` and `want` are the words."""
+    """One word that is not what it must be, and what it and the right one hold."""
 
     region: Region
     round: int
     phase: Phase
     row: int
-    column: int
+    word: int
     got: int
     want: int
+
+    @property
+    def column(self) -> int:
+        """The element that the word belongs to."""
+        return self.word // self.region.words_per_element
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +117,7 @@ class Judge:
             round=round_,
             phase=Phase(phase),
             row=row,
-            column=word // region.words_per_element,
+            word=word,
             got=got,
             want=want,
         )
@@ -143,9 +149,9 @@ def live_words(region: Region) -> torch.Tensor:
     live = torch.ones((rows, words), dtype=torch.bool, device=device)
     if region.live_rows is not None:
         live &= (row < region.live_rows + region.live_rows_extra)[:, None]
-    if region.live_tokens is not None:
+    if region.live_bound is not None:
         column = torch.arange(words, device=device) // region.words_per_element
-        bound = region.live_tokens[_request(region, row)]
+        bound = region.live_bound[_request(region, row)]
         live &= column[None, :] * region.column_step < bound[:, None]
     return live
 

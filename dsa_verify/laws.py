@@ -94,19 +94,19 @@ class _Rows:
 class _Fact:
     """One line of the result: the first row, `where`, that breaks a law (-1: none does), and what that row is.
 
-    `given`: work from it to the next row, which is `next_*`. `cut`: the position where it belongs, `cut_*`: the tile
-    there. The rest is as in `_Rows`.
+    `next_*`: the row after it. `cut`: the position where it belongs, `cut_*`: the tile there. The rest is as in
+    `_Rows`.
     """
 
     where: int
     count: int
     unit: int
     split: int
-    splits: int
     position: int
+    splits: int
     next_unit: int
     next_split: int
-    given: int
+    next_position: int
     cut: int
     cut_unit: int
     cut_split: int
@@ -196,7 +196,7 @@ class ScheduleLaw:
         tiles = self._tiles(lens, indices)
         rows = self._read(schedule, tiles)
         cuts, other_cuts = self._cuts(tiles.total)
-        least, most = self._quota(tiles)
+        least, most = self._quota(tiles, cuts)
         wrong = self._wrong(rows, cuts, least, most)
         fits_other = self._at(rows, other_cuts).all().reshape(1)
         head = torch.cat([tiles.total, least, most, fits_other])
@@ -278,21 +278,23 @@ class ScheduleLaw:
 
     def _read(self, schedule: torch.Tensor, tiles: _Tiles) -> _Rows:
         unit, split = schedule.to(torch.int64).unbind(1)
-        request = torch.div(unit, self.step, rounding_mode="floor").clamp(0, self.rows - 1)
+        named = torch.div(unit, self.step, rounding_mode="floor")
+        request = named.clamp(0, self.rows - 1)
         inner = unit - request * self.step
         sentinel = (unit == self.end) & (split == 0)
-        legal = (unit >= 0) & (unit < self.end)
+        illegal = named != request
         if self.is_run:
-            legal &= inner == 0
+            illegal |= inner != 0
         splits, price = tiles.splits[request], tiles.price[request]
         position = tiles.begin[request] + (inner * splits + split) * price
+        splits = splits.masked_fill(illegal, -1)
         return _Rows(
             unit=unit,
             split=split,
-            splits=splits.masked_fill(~legal, -1),
+            splits=splits,
             price=price.masked_fill(sentinel, 1),
             sentinel=sentinel,
-            known=sentinel | (legal & (split >= 0) & (split < splits)),
+            known=sentinel | ((split >= 0) & (split < splits)),
             position=torch.where(sentinel, tiles.total, position),
         )
 
@@ -307,12 +309,14 @@ class ScheduleLaw:
 
     def _at(self, rows: _Rows, cuts: torch.Tensor) -> torch.Tensor:
         """Whether each row starts at its cut: exactly, or with the tile of a token run that the cut is inside of."""
+        if not self.is_run:
+            return rows.known & (rows.position == cuts)
         return rows.known & (rows.position <= cuts) & (cuts < rows.position + rows.price)
 
-    def _quota(self, tiles: _Tiles) -> tuple[torch.Tensor, torch.Tensor]:
+    def _quota(self, tiles: _Tiles, cuts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The least and the most work that an SM may get: int64 [1] each."""
-        least = torch.div(tiles.total, self.multiprocessors, rounding_mode="floor")
-        most = torch.div(tiles.total + (self.multiprocessors - 1), self.multiprocessors, rounding_mode="floor")
+        first, last = cuts[1:2], tiles.total - cuts[-2:-1]
+        least, most = torch.minimum(first, last), torch.maximum(first, last)
         if not self.is_run:
             return least, most
         # A cut is moved back to the beginning of the tile that it is inside of.
@@ -354,23 +358,15 @@ class ScheduleLaw:
         splits = tiles.splits[request].clamp(min=1)
         inner = torch.div(offset, splits, rounding_mode="floor")
         facts = torch.stack([rows.unit, rows.split, rows.position, rows.splits])
-        here, there = facts[:, row], facts[:, following]
-        unit, split, position, splits_here = here
+        cut_unit = (request * self.step + inner).masked_fill(past, self.end)
+        cut_split = (offset - inner * splits).masked_fill(past, 0)
         words = [
-            row.masked_fill(count == 0, -1),
-            count,
-            unit,
-            split,
-            splits_here,
-            position,
-            there[0],
-            there[1],
-            there[2] - position,
-            cut,
-            (request * self.step + inner).masked_fill(past, self.end),
-            (offset - inner * splits).masked_fill(past, 0),
+            torch.stack([row.masked_fill(count == 0, -1), count]),
+            facts[:, row],
+            facts[:3, following],
+            torch.stack([cut, cut_unit, cut_split]),
         ]
-        return torch.stack(words, 1)
+        return torch.cat(words).t()
 
     @property
     def _work(self) -> str:
@@ -434,7 +430,7 @@ def _say_balance(law: ScheduleLaw, head: _Head, fact: _Fact) -> LawBreak:
     if head.least == head.most:
         limit = f"exactly {head.most}"
     sentence = (
-        f"SM {fact.where} gets {fact.given} {law._work} from {law._name(*fact.tile)} on; "
+        f"SM {fact.where} gets {fact.next_position - fact.position} {law._work} from {law._name(*fact.tile)} on; "
         f"{head.total} over {law.multiprocessors} SMs make {limit}"
     )
     return LawBreak(law=Law.BALANCE, sentence=sentence, sm=fact.where, tile=fact.tile, count=fact.count)

@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import Geometry
+from dsa_verify.kpool_rules import shortest_length
 from dsa_verify.rounds import PAD_REQUEST, Array, RoundTable, complete_table, seq_len_fill, tabulate
-from dsa_verify.scenario import POISONS, Round
+from dsa_verify.scenario import POISONS, Round, pooled_indexer
 from dsa_verify.systems import System
 
 BATCHES: Final = (1, 4, 16, 48)
@@ -131,7 +132,8 @@ def _scripted(config: Config, rng: np.random.Generator) -> list[Round]:
     for i in range(SCRIPTED_ROUNDS):
         bucket = other if i % 3 == 2 else main
         raw = (bucket, bucket, bucket, max(bucket - 1, 0), bucket // 2)[i % 5]
-        lengths = _script_lengths(i, raw, values, config.geometry.context)
+        shortest = shortest_seq_len(config.system.name, config.geometry)
+        lengths = np.maximum(_script_lengths(i, raw, values, config.geometry.context), shortest)
         if i % 2:
             rows = np.roll(rows, 1)  # every request moves to another batch row
         if i % 7 == 6:
@@ -145,6 +147,7 @@ def _scripted(config: Config, rng: np.random.Generator) -> list[Round]:
                 bucket=bucket,
                 seq_lens=tuple(lengths.tolist()),
                 requests=tuple(requests.tolist()),
+                accept_lens=_script_accepts(config, i, raw),
                 remap=tuple(dict.fromkeys(remap.tolist())),
                 poison=POISONS[i % 3],
                 twice=i in (4, 11),
@@ -166,6 +169,18 @@ def _script_lengths(i: int, raw: int, values: Array, context: int) -> Array:
         return np.zeros(raw, np.int64)
     step = i if i < 9 else SCRIPTED_ROUNDS - i
     return values[(step * 5 + row * 7) % len(values)]
+
+
+def _script_accepts(config: Config, i: int, raw: int) -> tuple[int, ...] | None:
+    """1 to N accepted tokens in turn, where rounds say them."""
+    if config.system.name != "draft_extend" or not pooled_indexer(config.geometry):
+        return None
+    return tuple(1 + (i + row) % config.geometry.draft_tokens for row in range(raw))
+
+
+def shortest_seq_len(system: str, geometry: Geometry) -> int:
+    """0, but for a write plan, whose first pool must not lie before position 0 (contract 4.2)."""
+    return shortest_length(system, geometry) if pooled_indexer(geometry) else 0  # type: ignore[arg-type]
 
 
 def _random(config: Config, rng: np.random.Generator, count: int, generations: Array) -> RoundTable:
@@ -194,9 +209,14 @@ def _random(config: Config, rng: np.random.Generator, count: int, generations: A
         raw=raw,
         poison=rng.integers(0, len(POISONS), size=count),
         twice=(rng.random(count) < 0.02).astype(np.int64),
-        seq_lens=np.where(live, lengths, seq_len_fill(config.system.name, geometry)),
+        seq_lens=np.where(
+            live,
+            np.maximum(lengths, shortest_seq_len(config.system.name, geometry)),
+            seq_len_fill(config.system.name, geometry),
+        ),
         requests=np.where(live, requests, PAD_REQUEST),
         extend_lens=_extend_lens(config, rng, live),
+        accept_lens=np.where(live, rng.integers(1, geometry.draft_tokens + 1, size=shape), geometry.draft_tokens),
         remap_rows=remap_rows,
         remap_generations=remap_generations,
     )
@@ -205,7 +225,7 @@ def _random(config: Config, rng: np.random.Generator, count: int, generations: A
 def _extend_lens(config: Config, rng: np.random.Generator, live: npt.NDArray[np.bool_]) -> Array:
     """All N in three rounds of four; otherwise ragged, zeros included (contract 1.3)."""
     n = config.geometry.draft_tokens
-    ragged = rng.random((live.shape[0], 1)) < 0.25
+    ragged = (rng.random((live.shape[0], 1)) < 0.25) & (not config.geometry.indexer)
     return np.where(ragged & live, rng.integers(0, n + 1, size=live.shape), n)
 
 

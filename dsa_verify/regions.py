@@ -13,7 +13,7 @@ from enum import Enum
 import torch
 
 from dsa_verify.arena import GUARD_WORD, Arena
-from dsa_verify.contract import DTYPE_BYTES, Dead, Field, Layout, Lifetime, Row
+from dsa_verify.contract import DTYPE_BYTES, Dead, Field, Layout, Lifetime, Live, Row
 from dsa_verify.subject import Inputs
 
 LOUD_WORD = -0x61616162  # int32 of 0x9E9E9E9E: negative, and neither a guard nor a graph's own poison
@@ -31,10 +31,11 @@ class Kind(Enum):
 class Control:
     """What the judge needs to know of the round that a bucket has just replayed; the feed writes it.
 
-    `live_tokens` int32 [bucket]; `token_rows` int32 [1]; `row_request` int32 [token rows].
+    `live_tokens`, `live_candidates` int32 [bucket]; `token_rows` int32 [1]; `row_request` int32 [token rows].
     """
 
     live_tokens: torch.Tensor
+    live_candidates: torch.Tensor
     token_rows: torch.Tensor
     row_request: torch.Tensor
 
@@ -45,7 +46,7 @@ class Region:
 
     Without `want` every word must equal `constant`. `row_request` maps a row to its request; `want` is read at that
     request's row if `want_per_request`. A word is live iff its row is below `live_rows` and its element column times
-    `column_step` is below the request's `live_tokens`; dead words must equal `constant` unless `dead` is STALE.
+    `column_step` is below the request's `live_bound`; dead words must equal `constant` unless `dead` is STALE.
     `poisonable`: overwritten before each replay. `low`, `high`: the range a plausible poison is drawn from.
     """
 
@@ -55,7 +56,7 @@ class Region:
     want: torch.Tensor | None = None
     row_request: torch.Tensor | None = None
     want_per_request: bool = False
-    live_tokens: torch.Tensor | None = None
+    live_bound: torch.Tensor | None = None
     column_step: int = 0
     live_rows: torch.Tensor | None = None
     live_rows_extra: int = 0
@@ -97,6 +98,7 @@ def field_regions(
 
 def _field_region(field: Field, got: torch.Tensor, want: torch.Tensor, control: Control) -> Region:
     words = DTYPE_BYTES[field.dtype] // 4
+    bounds = {Live.TOKENS: control.live_tokens, Live.CANDIDATES: control.live_candidates}
     return Region(
         kind=Kind.FIELD,
         name=field.name,
@@ -104,7 +106,7 @@ def _field_region(field: Field, got: torch.Tensor, want: torch.Tensor, control: 
         want=as_words(want),
         row_request=control.row_request if field.row is Row.TOKEN else None,
         want_per_request=field.one_row_per_request,
-        live_tokens=control.live_tokens if field.column_step else None,
+        live_bound=bounds[field.live] if field.column_step else None,
         column_step=field.column_step,
         live_rows=control.token_rows if field.live_token_rows else None,
         # A prefix sum has one element more than the rows it sums.

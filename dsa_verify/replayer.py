@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -20,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dsa_verify.arena import TORCH_DTYPES, Arena, Identity
+from dsa_verify.canonical import CanonicalItems
 from dsa_verify.compilations import count_compilations
-from dsa_verify.contract import Layout
+from dsa_verify.contract import Compare, Layout
 from dsa_verify.errors import CaptureError, DeviceLost, DsaVerifyError, HarnessError, UsageError
 from dsa_verify.feed import Feed
 from dsa_verify.geometry import Geometry
@@ -32,6 +34,7 @@ from dsa_verify.regions import (
     LOUD_WORD,
     Control,
     Kind,
+    Region,
     beyond_regions,
     field_regions,
     guard_regions,
@@ -86,7 +89,8 @@ class Lane:
     prepare: Callable[[], None]
     judge: Callable[[Phase], None]
     judge_private: Callable[[], None]
-    judges: tuple[Judge, Judge]
+    judge_ready: Callable[[], None] | None
+    judges: tuple[Judge, ...]
     ledger: dict[str, Identity]
     at_capture: dict[str, torch.Tensor]
     rounds: int = 0
@@ -159,12 +163,13 @@ class Replayer:
         with _device_errors():
             tallies = {}
             for lane in self.lanes.values():
-                full, private = (judge.poll() for judge in lane.judges)
-                tallies[lane.bucket] = Tally(
-                    compared=full.compared,
-                    differing=Counter(private.differing) + Counter(full.differing),
-                    first=private.first + full.first,
-                )
+                seen = [judge.poll() for judge in lane.judges]
+                differing: Counter[Region] = Counter()
+                for tally in seen:
+                    differing.update(tally.differing)
+                first = [difference for tally in seen for difference in tally.first]
+                first.sort(key=lambda difference: (difference.round, difference.phase))
+                tallies[lane.bucket] = Tally(compared=seen[0].compared, differing=differing, first=tuple(first))
                 self._check_identities(lane, max(self.rounds_run - 1, 0))
         return tallies
 
@@ -204,6 +209,8 @@ class Replayer:
                 watch.check(lane, self.rounds_run)
             else:
                 lane.subject.before_replay()
+            if lane.judge_ready is not None:
+                lane.judge_ready()
             stage = "replay"
             lane.subject_graph.replay()
         except Exception as error:
@@ -237,20 +244,36 @@ class Replayer:
         at_capture = {name: tensor.cpu().clone() for name, tensor in oracle_buffers.items()} if self._record else {}
         subject, subject_graph = self._open_subject(bucket, factory, subject_inputs, buffers)
         outputs = current_outputs(subject, buffers)
-        fields = field_regions(layout, outputs, oracle_buffers, control)
-        subject_regions = [*fields, *guard_regions(self.arena, Kind.GUARD), *beyond_regions(self.arena, bucket)]
+        raw = field_regions(layout, outputs, oracle_buffers, control)
+        items = {field.name: CanonicalItems(outputs[field.name]) for field in layout if field.compare is Compare.ITEMS}
+        copies = {name: item.copy for name, item in items.items()}
+        fields = field_regions(layout, {**outputs, **copies}, oracle_buffers, control)
+        subject_regions = [*guard_regions(self.arena, Kind.GUARD), *beyond_regions(self.arena, bucket)]
         judged = [
+            *fields,
             *subject_regions,
             *input_regions(subject_inputs, oracle_inputs),
             *guard_regions(self.oracle_arena, Kind.ORACLE_GUARD),
         ]
-        judge = Judge(judged, self.device, feed.round_index)
-        private = Judge(private_fields(layout, fields), self.device, feed.round_index)
-        poison = Poison(subject_regions, self.device, feed.round_index, poison_kind)
+        ready_names = getattr(subject, "ready_before_graph", ())
+        judge, private, ready = (
+            Judge(regions, self.device, feed.round_index)
+            for regions in (
+                judged,
+                private_fields(layout, fields),
+                [region for region in fields if region.name in ready_names],
+            )
+        )
+        poison = Poison([*raw, *subject_regions], self.device, feed.round_index, poison_kind)
 
         def prepare() -> None:
             feed.step(bucket)
             poison.launch()
+
+        def look(judge: Judge, phase: Phase) -> None:
+            for item in items.values():
+                item.update()
+            judge.launch(phase)
 
         lane = Lane(
             bucket=bucket,
@@ -264,9 +287,10 @@ class Replayer:
             subject_graph=subject_graph,
             oracle_graph=oracle_graph,
             prepare=self._harness_graph(prepare),
-            judge=self._judge_graphs(judge),
-            judge_private=self._harness_graph(lambda: private.launch(Phase.BEFORE)),
-            judges=(judge, private),
+            judge=self._judge_graphs(functools.partial(look, judge)),
+            judge_private=self._harness_graph(lambda: look(private, Phase.BEFORE)),
+            judge_ready=self._harness_graph(lambda: look(ready, Phase.BEFORE_GRAPH)) if ready.regions else None,
+            judges=(judge, private, ready),
             ledger={},
             at_capture=at_capture,
         )
@@ -359,12 +383,11 @@ class Replayer:
         self._captured.append(body)
         return graph.replay
 
-    def _judge_graphs(self, judge: Judge) -> Callable[[Phase], None]:
+    def _judge_graphs(self, look: Callable[[Phase], None]) -> Callable[[Phase], None]:
         if self.device.type != "cuda":
-            return judge.launch
+            return look
         graphs = {
-            phase: self._harness_graph(functools.partial(judge.launch, phase))
-            for phase in (Phase.REPLAY, Phase.SECOND_REPLAY)
+            phase: self._harness_graph(functools.partial(look, phase)) for phase in (Phase.REPLAY, Phase.SECOND_REPLAY)
         }
         return lambda phase: graphs[phase]()
 
@@ -379,6 +402,8 @@ class _Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = {_storage_key(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.set_:
+            return result  # takes on a storage that there was already
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and _storage_key(tensor) not in known:
                 storage = tensor.untyped_storage()
@@ -386,7 +411,10 @@ class _Allocations(TorchDispatchMode):
         return result
 
     def check(self, lane: Lane, round_: int) -> None:
-        kept = [(name, size) for reference, name, size in self._made.values() if not reference.expired()]
+        kept = self._kept()
+        if kept:
+            gc.collect()  # what only a cycle still holds is not kept by the subject
+            kept = self._kept()
         if kept:
             name, size = kept[0]
             message = (
@@ -394,6 +422,9 @@ class _Allocations(TorchDispatchMode):
                 "write into the captured buffer instead"
             )
             raise SubjectFault("before_replay", lane.bucket, message, kind="allocates in replay", round_=round_)
+
+    def _kept(self) -> list[tuple[str, int]]:
+        return [(name, size) for reference, name, size in self._made.values() if not reference.expired()]
 
 
 def _storage_key(tensor: torch.Tensor) -> int:

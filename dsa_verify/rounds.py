@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dsa_verify.geometry import DISJOINT_GENERATIONS, Geometry
-from dsa_verify.scenario import POISONS, Round
+from dsa_verify.kpool_rules import live_candidates
+from dsa_verify.scenario import POISONS, Round, pooled_indexer
 
 PAD_REQUEST: Final = 0
 PAGE_ID_MULTIPLIER: Final = 0x9E3779B1  # odd, so multiplying permutes the ids modulo a power of two
@@ -28,8 +29,9 @@ class RoundTable:
     """M rounds, padded to the widest bucket B and the most token rows T. All arrays are int64.
 
     `bucket`, `raw`, `poison` (index into POISONS), `twice`, `token_rows`: [M]. `seq_lens`, `requests`,
-    `extend_lens`, `live_tokens`: [M, B]. `row_request`: [M, T], the batch row that owns each token row (0 beyond
-    `token_rows`). `remap_rows`, `remap_generations`: [M, R], row -1 where there is none.
+    `extend_lens`, `accept_lens`, `live_tokens`, `live_candidates`: [M, B]. `row_request`: [M, T], the batch row that
+    owns each token row (0 beyond `token_rows`). `remap_rows`, `remap_generations`: [M, R], row -1 where there is
+    none. `ragged`, `accepts`: whether a round of this system says extend and accept lengths.
     """
 
     bucket: Array
@@ -40,26 +42,31 @@ class RoundTable:
     seq_lens: Array
     requests: Array
     extend_lens: Array
+    accept_lens: Array
     live_tokens: Array
+    live_candidates: Array
     row_request: Array
     remap_rows: Array
     remap_generations: Array
+    ragged: bool
+    accepts: bool
 
     def __len__(self) -> int:
         return len(self.bucket)
 
-    def rounds(self, system: str) -> list[Round]:
+    def rounds(self) -> list[Round]:
         """All rows as `Round`s."""
-        return [self.round(i, system) for i in range(len(self))]
+        return [self.round(i) for i in range(len(self))]
 
-    def round(self, i: int, system: str) -> Round:
+    def round(self, i: int) -> Round:
         """Row `i` as a `Round`."""
         raw = int(self.raw[i])
         return Round(
             bucket=int(self.bucket[i]),
             seq_lens=tuple(self.seq_lens[i, :raw].tolist()),
             requests=tuple(self.requests[i, :raw].tolist()),
-            extend_lens=tuple(self.extend_lens[i, :raw].tolist()) if system == "draft_extend" else None,
+            extend_lens=tuple(self.extend_lens[i, :raw].tolist()) if self.ragged else None,
+            accept_lens=tuple(self.accept_lens[i, :raw].tolist()) if self.accepts else None,
             remap=tuple(int(row) for row in self.remap_rows[i] if row >= 0),
             poison=POISONS[int(self.poison[i])],
             twice=bool(self.twice[i]),
@@ -89,6 +96,7 @@ def tabulate(
     seq_lens = np.full((count, widest_bucket), seq_len_fill(system, geometry), np.int64)
     requests = np.full((count, widest_bucket), PAD_REQUEST, np.int64)
     extend_lens = np.full((count, widest_bucket), n, np.int64)
+    accept_lens = np.full((count, widest_bucket), n, np.int64)
     remap_rows = np.full((count, slots), -1, np.int64)
     remap_generations = np.zeros((count, slots), np.int64)
     for i, round_ in enumerate(rounds):
@@ -97,6 +105,8 @@ def tabulate(
         requests[i, :raw] = round_.requests
         if round_.extend_lens is not None:
             extend_lens[i, :raw] = round_.extend_lens
+        if round_.accept_lens is not None:
+            accept_lens[i, :raw] = round_.accept_lens
         for slot, row in enumerate(dict.fromkeys(round_.remap)):
             generations[row] += 1
             remap_rows[i, slot] = row
@@ -111,6 +121,7 @@ def tabulate(
         seq_lens=seq_lens,
         requests=requests,
         extend_lens=extend_lens,
+        accept_lens=accept_lens,
         remap_rows=remap_rows,
         remap_generations=remap_generations,
     )
@@ -127,6 +138,7 @@ def complete_table(
     seq_lens: Array,
     requests: Array,
     extend_lens: Array,
+    accept_lens: Array,
     remap_rows: Array,
     remap_generations: Array,
 ) -> RoundTable:
@@ -152,11 +164,23 @@ def complete_table(
         seq_lens=seq_lens,
         requests=requests,
         extend_lens=extend_lens,
+        accept_lens=accept_lens,
         live_tokens=live_tokens,
+        live_candidates=_live_candidates(system, geometry, raw, seq_lens, accept_lens),
         row_request=row_request,
         remap_rows=remap_rows,
         remap_generations=remap_generations,
+        ragged=system == "draft_extend" and not geometry.indexer,
+        accepts=system == "draft_extend" and pooled_indexer(geometry),
     )
+
+
+def _live_candidates(system: str, geometry: Geometry, raw: Array, seq_lens: Array, accept_lens: Array) -> Array:
+    """Columns of `write_loc` that a consumer reads; none of a pad request, whose whole row it skips (contract 4.2)."""
+    if not pooled_indexer(geometry):
+        return np.zeros_like(seq_lens)
+    live = live_candidates(system, geometry, seq_lens, accept_lens)  # type: ignore[arg-type]
+    return np.where(np.arange(seq_lens.shape[1])[None, :] < raw[:, None], live, 0)
 
 
 def token_slots(geometry: Geometry, rows: Array, generations: Array) -> Array:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import MAX_BATCH, PRESETS, Geometry
+from dsa_verify.kpool_rules import check_lengths
 
 CASE_SCHEMA: Final = 1
 MAX_ROUNDS_IN_A_CASE: Final = 65_536
@@ -29,15 +30,17 @@ class Round:
 
     `bucket`: the captured batch that is replayed; `seq_lens`, `requests`: one entry a live request (their number is
     the raw batch), lengths in tokens and rows of `req_to_token`. `extend_lens`: draft-extend only, tokens of each
-    request, all N where it is None. `remap`: request rows that move to other pages before this round. `poison`: what
-    the outputs hold before the replay. `twice`: replay the subject a second time on the same inputs; nothing may
-    change.
+    request, all N where it is None. `accept_lens`: draft-extend with a pooled indexer only, accepted tokens of each
+    request, 1 to N, all N where it is None. `remap`: request rows that move to other pages before this round.
+    `poison`: what the outputs hold before the replay. `twice`: replay the subject a second time on the same inputs;
+    nothing may change.
     """
 
     bucket: int
     seq_lens: tuple[int, ...]
     requests: tuple[int, ...]
     extend_lens: tuple[int, ...] | None = None
+    accept_lens: tuple[int, ...] | None = None
     remap: tuple[int, ...] = ()
     poison: str = "loud"
     twice: bool = False
@@ -161,7 +164,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _read_round(data: Any, path: str, system: str, geometry: Geometry, buckets: Sequence[int]) -> Round:
     body = _Reader(data, path)
-    body.only("bucket", "seq_lens", "requests", "extend_lens", "remap", "poison", "twice")
+    body.only("bucket", "seq_lens", "requests", "extend_lens", "accept_lens", "remap", "poison", "twice")
     bucket = body.integer("bucket", 1, MAX_BATCH)
     if bucket not in buckets:
         raise UsageError(f"{path}.bucket: {bucket} is not captured; buckets are {list(buckets)}, add it there")
@@ -170,12 +173,11 @@ def _read_round(data: Any, path: str, system: str, geometry: Geometry, buckets: 
     if len(seq_lens) > bucket:
         raise UsageError(f"{path}.seq_lens: raw batch {len(seq_lens)} exceeds bucket {bucket}; use a larger bucket")
     requests = body.integers("requests", 0, rows - 1, "the last request row")
-    extend_lens = None
-    if "extend_lens" in body.data:
-        if system != "draft_extend":
-            raise UsageError(f"{path}.extend_lens: has no effect in {system}; remove it")
-        extend_lens = body.integers("extend_lens", 0, geometry.draft_tokens, "draft_tokens")
-    for key, values in (("requests", requests), ("extend_lens", extend_lens)):
+    if pooled_indexer(geometry):
+        check_lengths(system, geometry, seq_lens, where=f"{path}.")  # type: ignore[arg-type]
+    extend_lens = _read_optional_lens(body, "extend_lens", 0, geometry, not_for=_why_not_ragged(system, geometry))
+    accept_lens = _read_optional_lens(body, "accept_lens", 1, geometry, not_for=_why_no_accepts(system, geometry))
+    for key, values in (("requests", requests), ("extend_lens", extend_lens), ("accept_lens", accept_lens)):
         if values is not None and len(values) != len(seq_lens):
             raise UsageError(f"{path}.{key}: {len(values)} entries for {len(seq_lens)} seq_lens; give one a request")
     return Round(
@@ -183,11 +185,41 @@ def _read_round(data: Any, path: str, system: str, geometry: Geometry, buckets: 
         seq_lens=seq_lens,
         requests=requests,
         extend_lens=extend_lens,
+        accept_lens=accept_lens,
         # Row 0 is the pad request and stays all zero (contract 0.1).
         remap=body.integers("remap", 1, rows - 1, "the last request row", default=()),
         poison=body.choice("poison", POISONS, default="loud"),
         twice=body.get("twice", bool, False),
     )
+
+
+def pooled_indexer(geometry: Geometry) -> bool:
+    """Whether the layout has a write plan, which asks more of the lengths (contract 4.2)."""
+    return geometry.indexer and geometry.pool_size > 1
+
+
+def _why_not_ragged(system: str, geometry: Geometry) -> str | None:
+    if system != "draft_extend":
+        return f"has no effect in {system}; remove it"
+    if geometry.indexer:
+        return "the indexer's schedule covers all token rows, so every request extends by N; remove it"
+    return None
+
+
+def _why_no_accepts(system: str, geometry: Geometry) -> str | None:
+    if system != "draft_extend" or not pooled_indexer(geometry):
+        return "has an effect only in draft_extend with a pooled indexer; remove it"
+    return None
+
+
+def _read_optional_lens(
+    body: _Reader, key: str, low: int, geometry: Geometry, *, not_for: str | None
+) -> tuple[int, ...] | None:
+    if key not in body.data:
+        return None
+    if not_for is not None:
+        raise UsageError(f"{body.at(key)}: {not_for}")
+    return body.integers(key, low, geometry.draft_tokens, "draft_tokens")
 
 
 def _round_to_dict(round_: Round) -> dict[str, Any]:
@@ -197,8 +229,9 @@ def _round_to_dict(round_: Round) -> dict[str, Any]:
         "requests": round_.requests,
         "poison": round_.poison,
     }
-    if round_.extend_lens is not None:
-        data["extend_lens"] = round_.extend_lens
+    for key in ("extend_lens", "accept_lens"):
+        if (lens := getattr(round_, key)) is not None:
+            data[key] = lens
     if round_.remap:
         data["remap"] = round_.remap
     if round_.twice:

@@ -135,6 +135,14 @@ VARIANTS: Final[dict[str, ScheduleVariant]] = {
             upstream="891d57b (2026-04-24)",
             wheels=("0.1.0", "0.1.3"),
         ),
+        # Not a device: V4b with a split within reach of the lengths of the `tiny_pool` geometry.
+        ScheduleVariant(
+            name="tiny",
+            placement=Placement.TAIL,
+            unit=Unit.ATOM,
+            split=16,
+            sentinel="explicit",
+        ),
         ScheduleVariant(
             name="V4b",
             placement=Placement.TAIL,

@@ -23,13 +23,15 @@ class Inputs:
     """The static input buffers of one bucket; a subject must never write them.
 
     `seq_lens`, `req_pool_indices`: [bucket], int64 or int32, possibly strided. `req_to_token`: int32 [request rows,
-    token columns], possibly strided by rows. `extend_lens`: int32 [bucket], draft-extend only. Contract 0.1.
+    token columns], possibly strided by rows. `extend_lens`: int32 [bucket], draft-extend only. `accept_lens`: int32
+    [bucket], accepted tokens, draft-extend with a pooled indexer only. Contract 0.1.
     """
 
     seq_lens: torch.Tensor
     req_pool_indices: torch.Tensor
     req_to_token: torch.Tensor
     extend_lens: torch.Tensor | None = None
+    accept_lens: torch.Tensor | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The inputs that this system has, by name."""

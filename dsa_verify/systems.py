@@ -51,7 +51,12 @@ SYSTEMS: Final[dict[str, System]] = {
         summary="N draft tokens a request, verified by the target model (contract 1.2)",
         layout=basic.target_verify,
         oracle="oracles.target_verify:TargetVerifyOracle",
-        subjects={"triton": "dsa_verify.pipelines.basic:TargetVerify"},
+        subjects={
+            "triton": "dsa_verify.pipelines.basic:TargetVerify",
+            "out_of_graph": "dsa_verify.pipelines.schedule_life:OutOfGraph",
+            "cached": "dsa_verify.pipelines.schedule_life:Cached",
+            "residual": "dsa_verify.pipelines.schedule_life:Residual",
+        },
         drafts=True,
     ),
     "draft_extend": System(

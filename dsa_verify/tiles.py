@@ -79,7 +79,7 @@ def _describe(region: Region) -> list[int]:
         0 if region.want is None else region.want.stride(0),
         int(region.want_per_request),
         address(region.row_request),
-        address(region.live_tokens),
+        address(region.live_bound),
         region.column_step,
         address(region.live_rows),
         region.live_rows_extra,

@@ -70,7 +70,7 @@ def verify_rounds(
     """
     counts.configs += 1
     replayer: Replayer | None = None
-    recent = _Recent(job.system.name)
+    recent = _Recent()
     try:
         for table in chunks:
             recent.append(table)
@@ -95,8 +95,7 @@ def verify_rounds(
 class _Recent:
     """The last two chunks as tables; turned into rounds only when there is something to explain."""
 
-    def __init__(self, system: str) -> None:
-        self._system = system
+    def __init__(self) -> None:
         self._tables: deque[RoundTable] = deque(maxlen=2)
         self._ended = 0  # rounds in all tables ever appended
 
@@ -106,7 +105,7 @@ class _Recent:
 
     def up_to(self, number: int | None) -> list[Round]:
         """The rounds that are still here, up to and with round `number` (None: all)."""
-        rounds = [round_ for table in self._tables for round_ in table.rounds(self._system)]
+        rounds = [round_ for table in self._tables for round_ in table.rounds()]
         first = self._ended - len(rounds)
         return rounds if number is None else rounds[: max(number - first, 0) + 1]
 
@@ -194,7 +193,7 @@ def _journal(job: Job, table: RoundTable, folder: Path | None) -> Iterator[None]
         return
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"running-{os.getpid()}.json"
-    path.write_text(job.scenario(table.rounds(job.system.name)).to_json(), encoding="utf-8")
+    path.write_text(job.scenario(table.rounds()).to_json(), encoding="utf-8")
     try:
         yield
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dsa_verify.geometry import Geometry
 from dsa_verify.subject import Buffers, Inputs
 from oracles.common import write_constants, write_dsa_lengths, write_prefix_sum, write_tables
+from oracles.indexer import IndexerOracle
 
 
 class DecodeOracle:
@@ -16,6 +17,7 @@ class DecodeOracle:
         """Keeps the buffers of `Layout.for_oracle()` and writes the constants."""
         self._geometry, self._inputs, self._buffers = geometry, inputs, buffers
         write_constants(buffers)
+        self._indexer = IndexerOracle(geometry, inputs, buffers) if geometry.indexer else None
 
     def before_replay(self) -> None:
         """Nothing: everything is in the graph."""
@@ -29,3 +31,5 @@ class DecodeOracle:
         write_dsa_lengths(cache, self._geometry, buffers["dsa_cache_seqlens_int32"])
         write_prefix_sum(buffers["dsa_cache_seqlens_int32"], buffers["dsa_cu_seqlens_k"])
         write_tables(self._geometry, self._inputs, buffers)
+        if self._indexer is not None:
+            self._indexer.in_graph()

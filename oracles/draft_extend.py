@@ -7,6 +7,7 @@ import torch
 from dsa_verify.geometry import Geometry
 from dsa_verify.subject import Buffers, Inputs
 from oracles.common import write_constants, write_dsa_lengths, write_prefix_sum, write_tables
+from oracles.indexer import IndexerOracle
 
 
 class DraftExtendOracle:
@@ -23,6 +24,7 @@ class DraftExtendOracle:
         self._geometry, self._inputs, self._buffers = geometry, inputs, buffers
         self._extend_lens = inputs.extend_lens
         write_constants(buffers)
+        self._indexer = IndexerOracle(geometry, inputs, buffers) if geometry.indexer else None
         count = buffers.layout.tokens
         self._row_ordinals = torch.arange(1, count + 1, dtype=torch.int64, device=inputs.seq_lens.device)
 
@@ -47,3 +49,5 @@ class DraftExtendOracle:
         write_dsa_lengths(expanded, self._geometry, buffers["dsa_cache_seqlens_int32"])
         write_prefix_sum(buffers["dsa_cache_seqlens_int32"], buffers["dsa_cu_seqlens_k"])
         write_tables(self._geometry, self._inputs, buffers)
+        if self._indexer is not None:
+            self._indexer.in_graph()

@@ -7,6 +7,7 @@ import torch
 from dsa_verify.geometry import Geometry
 from dsa_verify.subject import Buffers, Inputs
 from oracles.common import write_constants, write_dsa_lengths, write_prefix_sum, write_tables
+from oracles.indexer import IndexerOracle
 
 
 class TargetVerifyOracle:
@@ -18,6 +19,7 @@ class TargetVerifyOracle:
         """Keeps the buffers of `Layout.for_oracle()`; writes the constants and i + 1 for each draft position i."""
         self._geometry, self._inputs, self._buffers = geometry, inputs, buffers
         write_constants(buffers)
+        self._indexer = IndexerOracle(geometry, inputs, buffers) if geometry.indexer else None
         self._steps = torch.arange(1, geometry.draft_tokens + 1, dtype=torch.int32, device=inputs.seq_lens.device)
 
     def before_replay(self) -> None:
@@ -35,3 +37,5 @@ class TargetVerifyOracle:
         write_tables(self._geometry, self._inputs, buffers)
         if buffers.layout["paged_mqa_ctx_lens_2d"].alias is None:
             buffers["paged_mqa_ctx_lens_2d"].copy_(cache.unsqueeze(1))
+        if self._indexer is not None:
+            self._indexer.in_graph()

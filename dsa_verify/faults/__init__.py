@@ -8,9 +8,10 @@ call it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
+from dsa_verify.contract import Layout, Lifetime
 from dsa_verify.errors import UsageError
 from dsa_verify.faults import conduct, inputs, outputs
 from dsa_verify.faults.wrapper import Wrapper
@@ -48,6 +49,14 @@ FAULTS: Final[dict[str, Fault]] = {
             D.NEVER_WRITTEN,
             D.STALE,
             field="dsa_cache_seqlens_int32",
+        ),
+        _fault(
+            "not_refreshed",
+            "one field is refreshed by the first replay only",
+            outputs.NotRefreshed,
+            D.STALE,
+            D.NEVER_WRITTEN,
+            field="real_page_table",
         ),
         _fault(
             "off_by_one_page",
@@ -202,6 +211,17 @@ def get_fault(reference: str) -> tuple[Fault, str]:
     if field and not fault.field:
         raise UsageError(f"fault {name!r} has no field to choose; leave out {':' + field!r}")
     return fault, field or fault.field
+
+
+def check_field(reference: str, layouts: Sequence[Layout]) -> None:
+    """UsageError unless a fault `NAME:FIELD` finds its field in one of `layouts`, written by replays."""
+    field = get_fault(reference)[1]
+    holding = [layout for layout in layouts if field in layout]
+    if field and not holding:
+        known = ", ".join(each.name for each in max(layouts, key=lambda layout: len(layout.fields)))
+        raise UsageError(f"fault field {field!r} is not in {layouts[0].system} as captured; its fields: {known}")
+    if field and holding[0][field].lifetime is Lifetime.CAPTURE:
+        raise UsageError(f"fault field {field!r} is written at capture only; choose one that replays write")
 
 
 def plant(reference: str, factory: SubjectFactory, system: str | None = None) -> SubjectFactory:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -14,10 +14,38 @@ SMUGGLED = 7  # what is written where nothing may be
 
 
 class SkipRefresh(Wrapper):
+    """Whenever the subject refreshes it, before the replay or in the graph."""
+
+    def before_replay(self) -> None:
+        kept = self.target.clone()
+        self.inner.before_replay()
+        self.target.copy_(kept)
+
     def in_graph(self) -> None:
         kept = self.target.clone()
         self.inner.in_graph()
         self.target.copy_(kept)
+
+
+class NotRefreshed(Wrapper):
+    """The first replay refreshes the field, later ones do not."""
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        super().allocate(geometry, inputs, buffers)
+        # Runs of the work before the replay and in the graph; the first two of each are the warm-up's.
+        self._runs = torch.full((2,), -2, dtype=torch.int32, device=inputs.seq_lens.device)
+
+    def before_replay(self) -> None:
+        self._skipping(self.inner.before_replay, 0)
+
+    def in_graph(self) -> None:
+        self._skipping(self.inner.in_graph, 1)
+
+    def _skipping(self, work: Callable[[], None], run: int) -> None:
+        kept = self.target.clone()
+        work()
+        self._runs[run].add_(1)
+        self.target.copy_(torch.where(self._runs[run] > 1, kept, self.target))
 
 
 class OffByOne(Wrapper):
@@ -106,9 +134,10 @@ class OutputReplaced(Wrapper):
     """From the second replay on, the consumer is handed a copy that the graph does not write."""
 
     def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
-        super().allocate(geometry, inputs, buffers)
-        self._copy = super().outputs()[self.field].clone()
+        self._copy: torch.Tensor | None = None
         self._calls = 0
+        super().allocate(geometry, inputs, buffers)
+        self._copy = self.target.clone() if self.field in buffers.layout else None
 
     def before_replay(self) -> None:
         self.inner.before_replay()
@@ -117,7 +146,9 @@ class OutputReplaced(Wrapper):
     def outputs(self) -> Mapping[str, torch.Tensor]:
         outputs = super().outputs()
         # The first two calls are the warm-up's, the third is the first replay's.
-        return {**outputs, self.field: self._copy} if getattr(self, "_calls", 0) > 3 else outputs
+        if self._copy is None or self._calls <= 3:
+            return outputs
+        return {**outputs, self.field: self._copy}
 
 
 class GrowsOnRepeat(Wrapper):

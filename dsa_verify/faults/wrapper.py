@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 import torch
 
-from dsa_verify.contract import Lifetime
-from dsa_verify.errors import UsageError
 from dsa_verify.geometry import Geometry
 from dsa_verify.subject import Buffers, Inputs, Subject, current_outputs
 
@@ -22,13 +20,14 @@ class Wrapper:
         self.siblings: list[Wrapper] = []
 
     def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
-        if self.field and self.field not in buffers.layout:
-            known = ", ".join(field.name for field in buffers.layout)
-            raise UsageError(f"fault field {self.field!r} is not in {buffers.layout.system}; its fields: {known}")
-        if self.field and buffers.layout[self.field].lifetime is Lifetime.CAPTURE:
-            raise UsageError(f"fault field {self.field!r} is written at capture only; choose one that replays write")
         self.geometry, self.inputs, self.buffers = geometry, inputs, buffers
         self.inner.allocate(geometry, self.inputs_for_inner(inputs), buffers)
+        if self.field and self.field not in buffers.layout:
+            # Another bucket has it (see `check_field`); in this one there is nothing to spoil.
+            for name in ("before_replay", "in_graph"):
+                setattr(self, name, getattr(self.inner, name))
+        # What the verifier asks of a subject beyond the protocol, it must be able to ask through the fault.
+        self.ready_before_graph: tuple[str, ...] = getattr(self.inner, "ready_before_graph", ())
 
     def inputs_for_inner(self, inputs: Inputs) -> Inputs:
         return inputs

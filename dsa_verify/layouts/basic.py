@@ -1,9 +1,11 @@
-"""Layouts of decode, target-verify and draft-extend (contract 1.1 to 1.3): the same ten fields, sized differently."""
+"""Layouts of decode, target-verify and draft-extend (contract 1.1 to 1.3): the same ten fields, sized differently,
+and those of the indexer where the geometry has it (indexer.py)."""
 
 from __future__ import annotations
 
 from dsa_verify.contract import Field, Layout, Lifetime, Row
 from dsa_verify.geometry import Geometry
+from dsa_verify.layouts import indexer
 
 INT32_LIMIT = 1 << 31
 
@@ -86,4 +88,5 @@ def _layout(system: str, geometry: Geometry, bucket: int, *, tokens: int, sectio
                 alias=source,
             )
         )
+    fields += indexer.fields(system, geometry, bucket, tokens, length_limit)
     return Layout(system=system, geometry=geometry, bucket=bucket, tokens=tokens, fields=tuple(fields))

@@ -1,4 +1,5 @@
-"""The optimised decode, target-verify and draft-extend subjects: everything in the graph, in one launch."""
+"""The optimised decode, target-verify and draft-extend subjects: lengths and tables in one launch, the indexer's
+metadata after it, everything in the graph. `schedule_life.py` arranges the same work otherwise."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import triton
 
 from dsa_verify.geometry import Geometry
 from dsa_verify.pipelines.basic_kernel import DECODE, EXTEND, VERIFY, metadata_kernel
+from dsa_verify.pipelines.indexer import IndexerMetadata
 from dsa_verify.subject import Buffers, Inputs
 
 COLUMN_BLOCK: Final = 1024
@@ -18,8 +20,8 @@ TABLE_PROGRAMS: Final = 528
 INTERPRETED_GROUP: Final = 64
 
 
-class _Basic:
-    """One launch of `metadata_kernel` in `in_graph`; nothing before the replay (contract 1.1 to 1.4)."""
+class InGraph:
+    """Everything in the graph, nothing before the replay (contract 1.1 to 1.4)."""
 
     name = "triton"
     mode = DECODE
@@ -29,11 +31,18 @@ class _Basic:
         for constant in ("cu_seqlens_q", "dsa_cu_seqlens_q"):
             tensor = buffers[constant]
             tensor.copy_(torch.arange(tensor.numel(), dtype=tensor.dtype, device=tensor.device))
+        self._indexer = IndexerMetadata(geometry, inputs, buffers) if geometry.indexer else None
 
     def before_replay(self) -> None:
         pass
 
     def in_graph(self) -> None:
+        self._launch()
+        if self._indexer is not None:
+            self._indexer.refresh()
+
+    def _launch(self) -> None:
+        """Lengths and tables."""
         geometry, inputs, out = self._geometry, self._inputs, self._buffers
         batch = inputs.seq_lens.shape[0]
         real = out["real_page_table"]
@@ -83,19 +92,19 @@ class _Basic:
         )
 
 
-class Decode(_Basic):
+class Decode(InGraph):
     """Contract 1.1."""
 
     mode = DECODE
 
 
-class TargetVerify(_Basic):
+class TargetVerify(InGraph):
     """Contract 1.2."""
 
     mode = VERIFY
 
 
-class DraftExtend(_Basic):
+class DraftExtend(InGraph):
     """Contract 1.3, static and ragged alike."""
 
     mode = EXTEND

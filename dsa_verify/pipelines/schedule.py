@@ -13,6 +13,7 @@ from dsa_verify.schedules import Indices, Placement, Unit, shape, units_per_requ
 
 MAX_ROWS: Final = 131_072
 _LANES: Final = 1024
+_INTERPRETED_CUTS: Final = 256
 
 
 def build_schedule(
@@ -49,8 +50,8 @@ def build_schedule(
     dims_shape = (rows, columns) if 2 in facts.context_dims and columns > 1 else tuple(context_lens.shape)
     facts.validate(dims_shape, multiprocessors, indexed=False)
 
-    # The interpreter pays by the operation, not by the element: there one program does all rows.
-    cuts = 1 if out.is_cuda else triton.next_power_of_2(multiprocessors + 1)
+    # The interpreter pays by the operation, not by the element: there few programs do all rows.
+    cuts = 1 if out.is_cuda else min(_INTERPRETED_CUTS, triton.next_power_of_2(multiprocessors + 1))
     schedule_kernel[(triton.cdiv(multiprocessors + 1, cuts),)](
         context_lens,
         out,

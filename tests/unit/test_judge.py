@@ -82,7 +82,7 @@ def make_region(shape: Shape) -> Region:
             want=on_device(rng.integers(-(2**31), 2**31, (requests if per_request else shape.rows, words))),
             row_request=on_device(rng.integers(0, requests, shape.rows)) if shape.mapped else None,
             want_per_request=per_request,
-            live_tokens=on_device(rng.integers(0, shape.columns * max(shape.column_step, 1) + 3, requests))
+            live_bound=on_device(rng.integers(0, shape.columns * max(shape.column_step, 1) + 3, requests))
             if shape.column_step
             else None,
             column_step=shape.column_step,
@@ -105,7 +105,7 @@ def reference_words(region: Region) -> tuple[np.ndarray, np.ndarray]:
     checked = np.zeros((rows, words), bool)
     want = None if region.want is None else region.want.cpu().numpy()
     mapping = None if region.row_request is None else region.row_request.tolist()
-    bounds = None if region.live_tokens is None else region.live_tokens.tolist()
+    bounds = None if region.live_bound is None else region.live_bound.tolist()
     live_rows = None if region.live_rows is None else int(region.live_rows) + region.live_rows_extra
     for row in range(rows):
         request = row if mapping is None else mapping[row]

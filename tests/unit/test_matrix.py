@@ -36,7 +36,7 @@ def matrix(system: System, preset: str = "tiny", **rest: object) -> list[Config]
 
 
 def rounds_of(config: Config) -> list[Round]:
-    return [round_ for table in config.chunks() for round_ in table.rounds(config.system.name)]
+    return [round_ for table in config.chunks() for round_ in table.rounds()]
 
 
 @systems
@@ -158,7 +158,7 @@ def test_random_tables_are_what_their_rounds_tabulate_to(system: System, seed: i
     geometry = Geometry.resolve("tiny", {"pool_size": pool, "request_rows": 12})
     config = diagnostic_matrix(system, geometry, batches=[batch], drafts=[draft], seed=seed, rounds=60)[0]
     chunks = list(config.chunks())
-    rounds = [round_ for table in chunks for round_ in table.rounds(system.name)]
+    rounds = [round_ for table in chunks for round_ in table.rounds()]
     again = tabulate(
         system.name,
         config.geometry,

@@ -55,7 +55,7 @@ def scripted(system: str, geometry: Geometry, batch: int, count: int) -> tuple[l
         rounds=count,
         fixed=frozenset({"index_dtype", "input_view"}),
     )
-    return [round_ for table in config.chunks() for round_ in table.rounds(system)], config.buckets
+    return [round_ for table in config.chunks() for round_ in table.rounds()], config.buckets
 
 
 @pytest.mark.parametrize("system", SUBJECTS)

@@ -112,7 +112,7 @@ def test_a_table_gives_its_rounds_back(case: tuple[str, Geometry, list[Round]]):
     table = tabulate(system, geometry, rounds, np.zeros(geometry.request_rows, np.int64), widest_bucket=WIDEST)
     assert len(table) == len(rounds)
     for i, round_ in enumerate(rounds):
-        got, extend_lens = table.round(i, system), round_.extend_lens
+        got, extend_lens = table.round(i), round_.extend_lens
         if system == "draft_extend" and extend_lens is None:
             extend_lens = (geometry.draft_tokens,) * round_.raw_batch
         assert (got.bucket, got.seq_lens, got.requests) == (round_.bucket, round_.seq_lens, round_.requests)

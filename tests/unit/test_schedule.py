@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -63,7 +64,7 @@ class Batch:
 
     def rows(self, **changes: object) -> torch.Tensor:
         """What the oracle makes of it, or of a variant with `changes`."""
-        variant = dataclasses.replace(self.variant, **changes)
+        variant = dataclasses.replace(self.variant, **changes) if changes else self.variant
         out = torch.full(shape(self.multiprocessors), -7, dtype=torch.int32, device=DEVICE)
         schedule(variant, self.lens, self.multiprocessors, out, indices=self.indices)
         return out
@@ -88,7 +89,7 @@ class Batch:
 
 
 def tensor(values: object) -> torch.Tensor:
-    return torch.tensor(np.asarray(values), dtype=torch.int32, device=DEVICE)
+    return torch.from_numpy(np.asarray(values, np.int32)).to(DEVICE)
 
 
 def lengths(rng: np.random.Generator, kind: int, rows: int, split: int) -> np.ndarray:
@@ -109,19 +110,19 @@ def lengths(rng: np.random.Generator, kind: int, rows: int, split: int) -> np.nd
     return rng.integers(0, 2, rows)  # hardly any tiles, now and then none
 
 
-def draw(variant: ScheduleVariant, rng: np.random.Generator) -> Batch:
-    rows = int(rng.integers(1, rng.choice([3, 40, 200, 601])))
-    indexed = variant.indices is Indices.MANDATORY or (variant.indices is Indices.OPTIONAL and rng.random() < 0.3)
-    next_n = 1 if indexed or variant.max_next_n == 1 or 2 not in variant.context_dims else int(rng.integers(1, 9))
-    lens = lengths(rng, int(rng.integers(5)), rows, variant.split)
+def draw(variant: ScheduleVariant, rng: np.random.Generator, dice: random.Random) -> Batch:
+    rows = dice.randint(1, dice.choice([2, 39, 199, 600]))
+    indexed = variant.indices is Indices.MANDATORY or (variant.indices is Indices.OPTIONAL and dice.random() < 0.3)
+    next_n = 1 if indexed or variant.max_next_n == 1 or 2 not in variant.context_dims else dice.randint(1, 8)
+    lens = lengths(rng, dice.randrange(5), rows, variant.split)
     indices = None
     if indexed:  # runs of 1, 2, 3 and more tokens; another request may come again later
         indices = np.repeat(rng.permutation(rows) % 50, rng.choice([1, 1, 2, 3, 4, 9], rows))[:rows]
-    multiprocessors = int(rng.choice([1, 2, 7, 132, 148, rng.integers(1, 200)]))
-    if rng.random() < 0.3:  # as many SMs as tiles, give or take one
+    multiprocessors = dice.choice([1, 2, 7, 132, 148, dice.randint(1, 199)])
+    if dice.random() < 0.3:  # as many SMs as tiles, give or take one
         total = int((-(-lens // variant.split)).sum()) * units_per_request(variant, next_n)
-        multiprocessors = max(1, min(total + int(rng.integers(-1, 2)), 1024))
-    if 1 not in variant.context_dims or (2 in variant.context_dims and (next_n > 1 or rng.random() < 0.5)):
+        multiprocessors = max(1, min(total + dice.randint(-1, 1), 1024))
+    if 1 not in variant.context_dims or (2 in variant.context_dims and (next_n > 1 or dice.random() < 0.5)):
         others = rng.integers(0, 1 << 20, (rows, next_n))  # columns that must not count
         others[:, -1] = lens
         lens = others
@@ -129,9 +130,9 @@ def draw(variant: ScheduleVariant, rng: np.random.Generator) -> Batch:
 
 
 def batches(name: str, count: int, seed: int = 0) -> Iterator[Batch]:
-    rng = np.random.default_rng([seed, *name.encode()])
+    rng, dice = np.random.default_rng([seed, *name.encode()]), random.Random(f"{name} {seed}")
     for _ in range(count):
-        yield draw(VARIANTS[name], rng)
+        yield draw(VARIANTS[name], rng, dice)
 
 
 @every_variant
@@ -209,7 +210,7 @@ def test_v6_counts_plainly_where_its_cost_overflows() -> None:
 @every_variant
 def test_laws_see_a_remainder_on_the_wrong_side(name: str) -> None:
     seen = 0
-    for batch in batches(name, 150, seed=1):
+    for batch in batches(name, 100, seed=1):
         side = batch.variant.placement
         other = Placement.TAIL if side is Placement.LEAD else Placement.LEAD
         swapped = batch.rows(placement=other)
@@ -221,26 +222,26 @@ def test_laws_see_a_remainder_on_the_wrong_side(name: str) -> None:
             assert f"every row is right for a {other.value} remainder instead" in found.sentence
             assert found.sm is not None
             assert tuple(swapped[found.sm].tolist()) == found.tile
-    assert seen > 30
+    assert seen > 20
 
 
 @every_variant
 def test_laws_see_dropped_splits(name: str) -> None:
     """A builder that rounds down: the last, unfinished split of each request is not counted."""
     seen = 0
-    for batch in batches(name, 150, seed=2):
+    for batch in batches(name, 100, seed=2):
         dropped = batch.with_lens(batch.lens // batch.variant.split * batch.variant.split).rows()
         breaks = batch.judge(dropped)
         # Two splits too few may leave every cut where it was (with one SM always): nothing is wrong then.
         assert bool(breaks) == (not torch.equal(dropped, batch.rows()))
         seen += bool(breaks)
-    assert seen > 50
+    assert seen > 20
 
 
 @every_variant
 def test_laws_see_any_wrong_row(name: str) -> None:
     rng = np.random.default_rng(7)
-    for batch in batches(name, 250, seed=3):
+    for batch in batches(name, 150, seed=3):
         right = batch.rows()
         wrong = right.clone()
         row = int(rng.integers(batch.multiprocessors + 1))
@@ -380,13 +381,13 @@ def test_form_is_a_law_too(rows: torch.Tensor, what: str) -> None:
 def test_a_stale_schedule_of_shorter_lengths_is_still_an_exact_cover(name: str) -> None:
     rng = np.random.default_rng(11)
     uneven = 0
-    for batch in batches(name, 150, seed=4):
+    for batch in batches(name, 100, seed=4):
         # No request grows out of nothing: before the first row it would be missed.
         grown = batch.lens + tensor(rng.integers(0, 3000, batch.lens.shape)) * (batch.lens > 0)
         breaks = batch.with_lens(grown).judge(batch.rows())
         assert {found.law for found in breaks} <= SHARES_ONLY, breaks
         uneven += bool(breaks)
-    assert uneven > 50
+    assert uneven > 30
 
 
 @every_variant
@@ -394,7 +395,7 @@ def test_a_stale_schedule_of_longer_lengths_is_seen_where_it_runs_away(name: str
     """Wherever a row names a split that is gone, and there only, the law of existing tiles is broken."""
     rng = np.random.default_rng(12)
     runaways = 0
-    for batch in batches(name, 150, seed=5):
+    for batch in batches(name, 100, seed=5):
         shrunk = batch.with_lens(batch.lens - tensor(rng.integers(0, 2000, batch.lens.shape)).clamp(max=batch.lens))
         stale = batch.rows()
         tiles = shrunk.tiles()
@@ -404,7 +405,7 @@ def test_a_stale_schedule_of_longer_lengths_is_seen_where_it_runs_away(name: str
         if any(gone):
             runaways += 1
             assert (broken[Law.TILE].sm, broken[Law.TILE].count) == (gone.index(True), sum(gone))
-    assert runaways > 30
+    assert runaways > 20
 
 
 # The builder, captures, and wrong calls.

@@ -1,0 +1,106 @@
+"""When schedules are refreshed: in the graph, before it, or eagerly from the raw lengths (contract 3.4, 3.7)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsa_verify.confirm import confirm
+from dsa_verify.findings import Diagnosis
+from dsa_verify.geometry import Geometry
+from dsa_verify.graphs import open_backend
+from dsa_verify.job import Job
+from dsa_verify.layouts.indexer import SCHEDULED_LENGTHS, WRITE_PLAN
+from dsa_verify.matrix import diagnostic_matrix
+from dsa_verify.pipelines.schedule_life import Residual
+from dsa_verify.regions import LOUD_WORD
+from dsa_verify.scenario import Round
+from dsa_verify.systems import SYSTEMS
+from dsa_verify.verify import Counts, verify_rounds
+
+DEVICE = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+LIVES = ("triton", "out_of_graph", "cached", "residual")
+VERIFY = SYSTEMS["target_verify"]
+FULL, POOLED = "paged_mqa_schedule_metadata", WRITE_PLAN + "pool_schedule_metadata"
+# Long after short and short after long: a stale schedule is wrong in both.
+ROUNDS = [
+    Round(bucket=4, seq_lens=(9, 600, 17, 33), requests=(3, 4, 5, 6)),
+    Round(bucket=4, seq_lens=(500, 1, 64), requests=(7, 8, 9)),
+    Round(bucket=4, seq_lens=(2, 3, 250, 4), requests=(4, 3, 6, 5)),
+]
+
+
+def job_of(subject: object, preset: str = "tiny_pool", **overrides: object) -> Job:
+    geometry = Geometry.resolve(preset, {"draft_tokens": 3, **overrides})
+    return Job.make(VERIFY, geometry, (4,), 0, subject, None, open_backend(DEVICE))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("subject", LIVES)
+@pytest.mark.parametrize("overrides", [{}, {"pool_size": 1}, {"architecture": 100}, {"pool_size": 2}], ids=str)
+def test_each_life_is_right(subject: str, overrides: dict[str, object]) -> None:
+    job, counts = job_of(subject, **overrides), Counts()
+    assert verify_rounds(job, [job.table(ROUNDS)], counts, folder=None) == []
+    assert counts.rounds_checked == len(ROUNDS)
+
+
+class ResidualFromCaptured(Residual):
+    """The regression: eagerly, but from the captured lengths, which are still those of the replay before."""
+
+    def before_replay(self) -> None:
+        for name in self._metadata.schedule_names:
+            self._metadata.refresh_schedule(name, self._buffers[name])
+
+
+def test_the_residual_is_right_before_the_graph_while_the_rest_is_poison() -> None:
+    """Old metadata is poisoned; both schedules must be right already, everything else must not be."""
+    job = job_of("residual")
+    replayer = job.open(len(ROUNDS))
+    lane = replayer.lanes[4]
+    replayer.feed.upload(job.table(ROUNDS))
+    addresses = {name: tensor.data_ptr() for name, tensor in lane.buffers.items()}
+    for _ in ROUNDS:
+        lane.prepare()
+        lane.oracle_graph.replay()
+        lane.subject.before_replay()
+        for name in (FULL, POOLED):
+            assert torch.equal(lane.buffers[name], lane.oracle_buffers[name]), name
+        for name in ("dsa_seqlens_expanded", "paged_mqa_ctx_lens_2d", WRITE_PLAN + "pool_seqlens_per_q"):
+            assert (lane.buffers[name] == LOUD_WORD).all(), name
+        lane.subject_graph.replay()
+        for name in (
+            FULL,
+            POOLED,
+            "dsa_seqlens_expanded",
+            WRITE_PLAN + "pool_seqlens_per_q",
+            WRITE_PLAN + "write_start",
+        ):
+            assert torch.equal(lane.buffers[name], lane.oracle_buffers[name]), name
+    assert {name: tensor.data_ptr() for name, tensor in lane.buffers.items()} == addresses
+
+
+def test_a_residual_from_captured_lengths_is_caught_before_the_graph() -> None:
+    findings = confirm(job_of(ResidualFromCaptured), ROUNDS)
+    assert {finding.field for finding in findings} == {FULL, POOLED}
+    assert all(finding.sentence.startswith("before the graph replays: ") for finding in findings)
+
+
+def test_a_schedule_finding_says_what_becomes_of_the_tiles() -> None:
+    job = Job.make(VERIFY, job_of("triton").geometry, (4,), 0, "triton", f"not_refreshed:{FULL}", open_backend(DEVICE))
+    (finding,) = confirm(job, ROUNDS)
+    assert finding.diagnosis in (Diagnosis.STALE, Diagnosis.NEVER_WRITTEN)
+    assert "SM" in finding.sentence or "row" in finding.sentence
+
+
+@pytest.mark.parametrize("subject", LIVES)
+def test_the_matrix_has_every_life(subject: str) -> None:
+    """Two configurations here; all sixteen on a GPU."""
+    for config in diagnostic_matrix(VERIFY, Geometry.resolve("tiny_pool"), batches=[1, 4], drafts=[2], rounds=9):
+        job = Job.make(VERIFY, config.geometry, config.buckets, 0, subject, None, open_backend(DEVICE))
+        assert verify_rounds(job, config.chunks(), Counts(), folder=None) == []
+
+
+def test_the_lengths_of_every_schedule_are_fields() -> None:
+    for system in SYSTEMS.values():
+        layout = system.layout(Geometry.resolve("tiny_pool", {"draft_tokens": 3 if system.drafts else 1}), 4)
+        for name, (lengths, _) in SCHEDULED_LENGTHS.items():
+            assert name not in layout or lengths in layout
