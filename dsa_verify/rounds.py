@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dsa_verify.geometry import DISJOINT_GENERATIONS, Geometry
-from dsa_verify.kpool_rules import live_candidates
+from dsa_verify.kpool_rules import check_lengths, live_candidates
 from dsa_verify.scenario import POISONS, Round, pooled_indexer
 
 PAD_REQUEST: Final = 0
@@ -90,7 +90,10 @@ def tabulate(
     widest_bucket: int,
     remap_slots: int | None = None,
 ) -> RoundTable:
-    """The table of `rounds`; `generations` [request_rows] is advanced in place by their remaps."""
+    """The table of `rounds`; `generations` [request_rows] is advanced in place by their remaps.
+
+    UsageError for lengths that a write plan leaves undefined (contract 4.2).
+    """
     count, n = len(rounds), geometry.draft_tokens
     slots = remap_slots if remap_slots is not None else max((len(r.remap) for r in rounds), default=0)
     seq_lens = np.full((count, widest_bucket), seq_len_fill(system, geometry), np.int64)
@@ -101,6 +104,8 @@ def tabulate(
     remap_generations = np.zeros((count, slots), np.int64)
     for i, round_ in enumerate(rounds):
         raw = round_.raw_batch
+        if pooled_indexer(geometry):
+            check_lengths(system, geometry, round_.seq_lens, where=f"rounds[{i}].")  # type: ignore[arg-type]
         seq_lens[i, :raw] = round_.seq_lens
         requests[i, :raw] = round_.requests
         if round_.extend_lens is not None:

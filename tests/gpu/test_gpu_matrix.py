@@ -13,7 +13,7 @@ from dsa_verify.findings import Finding
 from dsa_verify.geometry import Geometry
 from dsa_verify.graphs import open_backend
 from dsa_verify.job import Job
-from dsa_verify.matrix import diagnostic_matrix
+from dsa_verify.matrix import diagnostic_matrix, shortest_seq_len
 from dsa_verify.scenario import Round
 from dsa_verify.systems import SYSTEMS
 from dsa_verify.verify import Counts, verify_rounds
@@ -82,13 +82,14 @@ def test_the_largest_batch(system: str, preset: str):
         preset, {"context": 4096, "table_width": 512, "request_rows": batch + 2, "draft_tokens": draft}
     )
     rng = np.random.default_rng(0)
+    shortest = shortest_seq_len(system, geometry)
     rounds = []
     for bucket, poison in ((batch, "loud"), (5, "loud"), (batch, "plausible"), (batch, "stale")):
         raw = bucket - (poison == "stale")
         rounds.append(
             Round(
                 bucket=bucket,
-                seq_lens=tuple(rng.integers(0, 4097, raw).tolist()),
+                seq_lens=tuple(rng.integers(shortest, 4097, raw).tolist()),
                 requests=tuple((rng.permutation(batch)[:raw] + 1).tolist()),
                 remap=(1, 2, 3),
                 poison=poison,

@@ -54,6 +54,7 @@ def moment(
         requests=requests,
         row_request=tuple(np.repeat(np.arange(BUCKET), N).tolist()),
         live_tokens=tuple(cache.tolist()),
+        live_candidates=(0,) * BUCKET,
         token_rows=BUCKET * N,
         poison=poison,
         want={name: torch.from_numpy(values.astype(np.int32)) for name, values in want.items()},
@@ -78,7 +79,7 @@ def difference(name: str, row: int, got: int, column: int = 0, now: Moment | Non
     want = (now or moment()).value(layout_of()[name], row, column)
     assert want is not None
     assert want != got
-    return Difference(region=region_of(name), round=7, phase=Phase.REPLAY, row=row, column=column, got=got, want=want)
+    return Difference(region=region_of(name), round=7, phase=Phase.REPLAY, row=row, word=column, got=got, want=want)
 
 
 def diagnose(*differences: Difference, now: Moment | None = None, earlier: tuple[Moment, ...] = ()) -> tuple:
@@ -298,7 +299,7 @@ def guard_difference(after: str | None, before: str | None, column: int) -> Diff
         constant=GUARD_WORD,
         neighbours=(after, before),
     )
-    return Difference(region=region, round=1, phase=Phase.REPLAY, row=0, column=column, got=7, want=GUARD_WORD)
+    return Difference(region=region, round=1, phase=Phase.REPLAY, row=0, word=column, got=7, want=GUARD_WORD)
 
 
 @pytest.mark.parametrize(
