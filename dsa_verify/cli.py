@@ -37,7 +37,12 @@ def cli() -> None:
 
 @cli.command(epilog=STATUSES)
 @click.argument("cases", nargs=-1, metavar="[CASE]...", type=click.Path(path_type=Path))
-@click.option("--system", "systems", multiple=True, help="System to run; repeatable. Default: all.")
+@click.option(
+    "--system",
+    "systems",
+    multiple=True,
+    help="System to run; repeatable. Default: decode, target_verify, draft_extend (not mtp).",
+)
 @click.option("--preset", help="Model geometry. Default: deepseek_v32 on a GPU, tiny on a CPU.")
 @click.option("--subject", help="Pipeline under test: a shipped or installed name, or module:attribute.")
 @click.option("--fault", help="Plant a fault in the subject: NAME or NAME:FIELD (see `dsa-verify faults`).")

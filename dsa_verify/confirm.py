@@ -16,7 +16,7 @@ from dsa_verify.errors import HarnessError
 from dsa_verify.findings import Diagnosis, Finding
 from dsa_verify.job import Job, remap_slots_of
 from dsa_verify.judge import Difference, Phase, Tally
-from dsa_verify.layouts.indexer import SCHEDULED_LENGTHS
+from dsa_verify.layouts.indexer import scheduled_lengths
 from dsa_verify.regions import Kind, Region
 from dsa_verify.replayer import Lane, Replayer, SubjectFault
 from dsa_verify.rounds import RoundTable
@@ -160,7 +160,7 @@ def _judged(base: Finding, evidence: Evidence, differences: Sequence[Difference]
         diagnosis, sentence, place = diagnose_field(evidence, differences)
         if first.phase is Phase.BEFORE_GRAPH:
             sentence = f"before the graph replays: {sentence}"
-        if region.name in SCHEDULED_LENGTHS:
+        if scheduled_lengths(region.name) is not None:
             sentence += broken_laws(evidence, region)
     return dataclasses.replace(
         base,

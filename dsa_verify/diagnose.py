@@ -13,11 +13,11 @@ from typing import Final
 
 import torch
 
-from dsa_verify.contract import Field, Layout, Live, Row
+from dsa_verify.contract import Compare, Field, Layout, Live, Row
 from dsa_verify.findings import Diagnosis
 from dsa_verify.judge import Difference, Phase
 from dsa_verify.laws import ScheduleLaw
-from dsa_verify.layouts.indexer import SCHEDULED_LENGTHS
+from dsa_verify.layouts.indexer import scheduled_lengths
 from dsa_verify.poison import plausible_word
 from dsa_verify.regions import LOUD_WORD, Region
 from dsa_verify.rounds import owner_of_slot
@@ -93,6 +93,8 @@ def diagnose_field(evidence: Evidence, differences: Sequence[Difference]) -> tup
     field = evidence.layout[differences[0].region.name]
     elements = [_Element(field, d.region, d.row, d.column, d.word, d.got, d.want) for d in differences]
     first = elements[0]
+    if field.compare is Compare.ITEMS and first.row == 0:
+        elements = [e for e in elements if e.row == 0]  # with a wrong head the rows it counts mean nothing
     place = describe_place(evidence, field, first.row, first.column)
     if differences[0].phase is Phase.SECOND_REPLAY:
         text = f"{place} was {first.want} after the first replay and {first.got} after a second one on the same inputs"
@@ -159,7 +161,9 @@ def broken_laws(evidence: Evidence, region: Region) -> str:
     """What the schedule in `region` does to its tiles, by the laws alone; empty if it breaks none (contract 3.5)."""
     geometry = evidence.layout.geometry
     variant = VARIANTS[geometry.schedule]
-    name, clamped = SCHEDULED_LENGTHS[region.name]
+    scheduled = scheduled_lengths(region.name)
+    assert scheduled is not None, f"{region.name} is no schedule"
+    name, clamped = scheduled
     lengths = evidence.now.want[name].cpu()
     lengths = lengths.clamp(min=1) if clamped else lengths
     if lengths.dim() not in variant.context_dims:

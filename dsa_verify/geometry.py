@@ -18,6 +18,7 @@ MAX_CONTEXT_TOKENS: Final = 1 << 21
 MAX_BATCH: Final = 16_384
 MAX_DRAFT_TOKENS: Final = 16
 MAX_SLOTS: Final = 1 << 31
+MIN_DRAFT_STEPS, MAX_DRAFT_STEPS = 2, 8
 INDEX_DTYPES: Final = ("int64", "int32")
 INPUT_VIEWS: Final = ("plain", "offset", "strided")
 # Page ids of a request row change with its generation; so many generations of all rows are pairwise disjoint.
@@ -35,6 +36,7 @@ class Geometry:
     `architecture`: 90 or 100, which decides the form of `paged_mqa_ctx_lens_2d` (contract 1.2).
     `index_dtype`: dtype of `seq_lens` and `req_pool_indices`. `input_view`: how the input tensors lie in memory.
     `wide_table`: whether `page_table_1` exists (contract 1.5).
+    `draft_steps`: n speculative steps, of mtp alone; its n - 1 draft backends are the destinations (contract 2).
     `indexer`: whether the indexer's metadata (schedule, top-k plan; with pooling its views and write plan) is part of
     the layout. Then `multiprocessors` is S, `schedule` a variant of contract 3.2, `plan_rules` a table of contract 5.
     """
@@ -52,6 +54,7 @@ class Geometry:
     index_dtype: str = "int64"
     input_view: str = "plain"
     wide_table: bool = True
+    draft_steps: int = 4
     indexer: bool = False
     multiprocessors: int = 132
     schedule: str = "V4b"
@@ -132,6 +135,7 @@ class Geometry:
             ("topk", 1, 2048),
             ("pool_size", 1, 16),
             ("draft_tokens", 1, MAX_DRAFT_TOKENS),
+            ("draft_steps", MIN_DRAFT_STEPS, MAX_DRAFT_STEPS),
             ("request_rows", 2, 2 * MAX_BATCH + 1),
             ("table_width", 0, MAX_CONTEXT_TOKENS),
             ("token_table_width", 0, 2 * MAX_CONTEXT_TOKENS),

@@ -21,7 +21,7 @@ MAX_ROUNDS_IN_A_CASE: Final = 65_536
 MAX_BUCKETS: Final = 64
 MAX_INTEGER_DIGITS: Final = 32  # more than any limit here has
 POISONS: Final = ("loud", "plausible", "stale")
-BASIC_SYSTEMS: Final = ("decode", "target_verify", "draft_extend")
+BASIC_SYSTEMS: Final = ("decode", "target_verify", "draft_extend", "mtp")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +110,8 @@ def parse_case(text: str, *, name: str = "") -> Scenario:
     overrides = _Reader(body.get("geometry", dict, {}), "geometry")
     overrides.only(*(field.name for field in dataclasses.fields(Geometry) if field.name != "preset"))
     geometry = Geometry.resolve(body.choice("preset", list(PRESETS)), overrides.data, where="geometry.")
-    if system == "decode" and geometry.draft_tokens != 1:
-        raise UsageError(f"geometry.draft_tokens: {geometry.draft_tokens} has no effect in decode; remove it")
+    if system in ("decode", "mtp") and geometry.draft_tokens != 1:
+        raise UsageError(f"geometry.draft_tokens: {geometry.draft_tokens} has no effect in {system}; remove it")
     buckets = body.integers("buckets", 1, MAX_BATCH, "the largest batch", MAX_BUCKETS)
     if not buckets:
         raise UsageError("buckets: the list is empty; name at least one captured batch")

@@ -14,7 +14,7 @@ from typing import Final
 from dsa_verify.contract import Layout
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import Geometry
-from dsa_verify.layouts import basic
+from dsa_verify.layouts import basic, mtp
 from dsa_verify.subject import Subject, SubjectFactory, load_attribute
 
 ENTRY_POINT_GROUP: Final = "dsa_verify.subjects"
@@ -23,7 +23,10 @@ DEFAULT_SUBJECT: Final = "triton"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """`layout(geometry, bucket)`; `oracle` and `subjects` are `module:attribute` references to Subject factories."""
+    """`layout(geometry, bucket)`; `oracle` and `subjects` are `module:attribute` references to Subject factories.
+
+    `by_default`: whether a run that names no system includes it.
+    """
 
     name: str
     summary: str
@@ -31,6 +34,7 @@ class System:
     oracle: str
     subjects: Mapping[str, str]
     drafts: bool
+    by_default: bool = True
 
     def make_oracle(self) -> Subject:
         oracle: Subject = load_attribute(self.oracle)()
@@ -66,6 +70,15 @@ SYSTEMS: Final[dict[str, System]] = {
         oracle="oracles.draft_extend:DraftExtendOracle",
         subjects={"triton": "dsa_verify.pipelines.basic:DraftExtend"},
         drafts=True,
+    ),
+    "mtp": System(
+        name="mtp",
+        summary="n - 1 draft steps, each with decode metadata of its own, refreshed from one record (contract 2)",
+        layout=mtp.mtp,
+        oracle="oracles.mtp:MtpOracle",
+        subjects={"triton": "dsa_verify.pipelines.mtp:Mtp", "sibling": "dsa_verify.pipelines.mtp:Sibling"},
+        drafts=False,
+        by_default=False,  # n - 1 times the work of decode
     ),
 }
 

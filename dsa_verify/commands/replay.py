@@ -175,7 +175,7 @@ def _matrix_plan(options: Options, backend: Backend) -> list[_Matrix]:
     preset = options.preset or ("deepseek_v32" if backend.device.type == "cuda" else "tiny")
     settings = dict(_setting(text) for text in options.settings)
     geometry = Geometry.resolve(preset, settings)
-    names = options.systems or tuple(SYSTEMS)
+    names = options.systems or tuple(name for name, system in SYSTEMS.items() if system.by_default)
     plan = []
     for name in dict.fromkeys(names):
         system = get_system(name)

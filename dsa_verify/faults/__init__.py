@@ -192,6 +192,7 @@ FAULTS: Final[dict[str, Fault]] = {
             "lost_device",
             "a replay ends in an illegal memory access",
             conduct.IllegalAccess,
+            systems=(*_ALL, "mtp"),
         ),
     )
 }

@@ -3,6 +3,7 @@ it: the DeepGEMM schedule, the top-k plan and, with pooling, the pooled views an
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from dsa_verify.contract import Compare, Field, Live, Row
@@ -25,6 +26,20 @@ PLANNED_LENGTHS: Final = {
     "pooled_topk_v2_plan": "pooled_cache_seqlens_int32",
     WRITE_PLAN + "pool_topk_v2_plan": WRITE_PLAN + "pool_seqlens_per_q",
 }
+_DESTINATION: Final = re.compile(r"(?:step\d+_)?")
+
+
+def destination_prefix(step: int) -> str:
+    """What the fields of one draft step are called by, where a layout has several (layouts/mtp.py)."""
+    return f"step{step}_"
+
+
+def scheduled_lengths(name: str) -> tuple[str, bool] | None:
+    """SCHEDULED_LENGTHS of a field, of a draft step or of none; None if it is no schedule."""
+    prefix = _DESTINATION.match(name)
+    assert prefix is not None
+    found = SCHEDULED_LENGTHS.get(name[prefix.end() :])
+    return None if found is None else (prefix[0] + found[0], found[1])
 
 
 def fields(system: str, geometry: Geometry, bucket: int, tokens: int, length_limit: int) -> list[Field]:

@@ -139,8 +139,9 @@ def test_a_fault_that_cannot_be_planted_is_refused(reference: str, system: str, 
 
 
 def test_a_field_that_does_not_exist_is_refused_with_those_that_do():
-    with pytest.raises(UsageError, match=r"fault field 'page_table_9' is not in decode; its fields: cache_seqlens"):
-        faults.plant("skip_refresh:page_table_9", EagerDecode, "decode")().allocate(*pieces("decode"))
+    layout = SYSTEMS["decode"].layout(Geometry.resolve("tiny"), 2)
+    with pytest.raises(UsageError, match=r"'page_table_9' is not in decode as captured; its fields: cache_seqlens"):
+        faults.check_field("skip_refresh:page_table_9", [layout])
 
 
 def test_a_wrong_field_of_a_fault_is_not_blamed_on_the_subject():

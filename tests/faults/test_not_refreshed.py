@@ -24,7 +24,7 @@ MODES = [
 ]
 # Everything that is derived changes from one to the other, even whether a pool is closed.
 ROUNDS = [
-    Round(bucket=4, seq_lens=(9, 600, 18, 35), requests=(3, 4, 5, 6), poison="stale"),
+    Round(bucket=4, seq_lens=(9, 600, 18, 36), requests=(3, 4, 5, 6), poison="stale"),
     Round(bucket=4, seq_lens=(515, 6, 67, 200), requests=(7, 8, 9, 3), poison="stale"),
 ]
 

@@ -198,6 +198,7 @@ def test_oracle_agrees_with_the_referee_on_the_boundaries(system: str, pool_size
             "table_width": table_width,
             "request_rows": 5,
             "architecture": 100,
+            "indexer": False,  # test_indexer_oracle.py has its fields
         },
     )
     lengths = boundary_lengths(geometry)
@@ -222,7 +223,7 @@ def test_oracle_agrees_with_the_referee_on_every_extreme_batch(system: str, buck
 def test_prefix_sums_wrap_at_int32(system: str):
     """Contract 1.7: 2,100 requests of a million tokens pass 2**31."""
     n = 1 if system == "decode" else 2
-    overrides = {"context": 1 << 20, "table_width": 1, "draft_tokens": n, "request_rows": 2}
+    overrides = {"context": 1 << 20, "table_width": 1, "draft_tokens": n, "request_rows": 2, "indexer": False}
     bench = Bench(system, Geometry.resolve("deepseek_v32", overrides), bucket=2100)
     lengths = [(1 << 20) - i % 7 for i in range(2100)]
     bench.run(Batch(lengths, [i % 2 for i in range(2100)], [n] * 2100))

@@ -24,8 +24,9 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         draw(st.sampled_from(list(PRESETS))),
         {
             "context": draw(st.integers(20, 300)),  # a pooled pad row has up to 16 + 4 tokens
-            "draft_tokens": 1 if system == "decode" else draw(st.integers(1, 16)),
+            "draft_tokens": 1 if system in ("decode", "mtp") else draw(st.integers(1, 16)),
             "request_rows": draw(st.integers(2, 9)),
+            "indexer": False,  # asks more of the lengths; a test of its own
             "index_dtype": draw(st.sampled_from(["int32", "int64"])),
         },
     )
@@ -98,7 +99,7 @@ def valid() -> dict[str, Any]:
         "schema": 1,
         "system": "draft_extend",
         "preset": "deepseek_v32",
-        "geometry": {"draft_tokens": 4},
+        "geometry": {"draft_tokens": 4, "indexer": False},
         "buckets": [2, 4],
         "seed": 5,
         "rounds": [
@@ -136,7 +137,7 @@ def delete(*path: Any) -> Edit:
     return edit
 
 
-ROUND_KEYS = "bucket, seq_lens, requests, extend_lens, remap, poison, twice"
+ROUND_KEYS = "bucket, seq_lens, requests, extend_lens, accept_lens, remap, poison, twice"
 TOP_KEYS = "schema, system, preset, geometry, buckets, seed, subject, fault, found, rounds"
 GEOMETRY_KEYS = ", ".join(field.name for field in dataclasses.fields(Geometry) if field.name != "preset")
 
@@ -162,7 +163,7 @@ BAD_EDITS: dict[str, tuple[Edit, str]] = {
     "infinity": (put("seed", float("inf")), "seed: Infinity is not an integer; write an integer"),
     "long string": (
         put("system", "d" * 90),
-        f'system: "{"d" * 36}... is unknown; use one of decode, target_verify, draft_extend',
+        f'system: "{"d" * 36}... is unknown; use one of decode, target_verify, draft_extend, mtp',
     ),
     "unknown key": (put("colour", 1), f'"colour" is an unknown key; known keys here: {TOP_KEYS}'),
     "unknown key of a round": (
@@ -179,7 +180,7 @@ BAD_EDITS: dict[str, tuple[Edit, str]] = {
     ),
     "unknown system": (
         put("system", "prefill"),
-        'system: "prefill" is unknown; use one of decode, target_verify, draft_extend',
+        'system: "prefill" is unknown; use one of decode, target_verify, draft_extend, mtp',
     ),
     "unknown preset": (
         put("preset", "gpt"),
