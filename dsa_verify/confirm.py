@@ -15,7 +15,7 @@ from dsa_verify.diagnose import Evidence, Moment, broken_laws, diagnose_field, e
 from dsa_verify.errors import HarnessError
 from dsa_verify.findings import Diagnosis, Finding
 from dsa_verify.job import Job, remap_slots_of
-from dsa_verify.judge import Difference, Phase, Tally
+from dsa_verify.judge import RING_ENTRIES, Difference, Phase, Tally, expected_words, live_words
 from dsa_verify.layouts.indexer import scheduled_lengths
 from dsa_verify.regions import Kind, Region
 from dsa_verify.replayer import Lane, Replayer, SubjectFault
@@ -123,9 +123,26 @@ def _findings(
         if first.phase is Phase.REPLAY and (Phase.BEFORE_GRAPH, id(first.region)) in by_region:
             continue  # what was wrong before the graph is still wrong after it
         differences = [difference for _, difference in entries]
+        if first.region.kind is Kind.FIELD:
+            differences = first_differences(first)
         base = dataclasses.replace(_base(job, bucket, first.round), differing=counts.get(id(first.region), 0))
         findings.append(_judged(base, evidence, differences))
     return findings
+
+
+def first_differences(seen: Difference) -> list[Difference]:
+    """The differences that a region shows now, the first RING_ENTRIES in row-major order, all like `seen`.
+
+    The ring has whichever the device came to first; between two rounds the buffers still hold what was judged.
+    """
+    region = seen.region
+    want, checked = expected_words(region, live_words(region))
+    places = ((region.got != want) & checked).nonzero()[:RING_ENTRIES]
+    found = [
+        dataclasses.replace(seen, row=row, word=word, got=int(region.got[row, word]), want=int(want[row, word]))
+        for row, word in places.tolist()
+    ]
+    return found or [seen]
 
 
 def _judged(base: Finding, evidence: Evidence, differences: Sequence[Difference]) -> Finding:

@@ -188,7 +188,7 @@ class Geometry:
 
 
 PRESETS: Final[dict[str, dict[str, Any]]] = {
-    "deepseek_v32": {"context": 131_072, "page_size": 64, "topk": 2048, "indexer": True},
+    "deepseek_v32": {"context": 131_072, "page_size": 64, "topk": 2048},
     "glm53_flash": {"context": 131_072, "page_size": 64, "topk": 2048, "pool_size": 4, "indexer": True},
     # Every boundary within reach of small numbers; the width is a multiple of neither the page nor a table block.
     "tiny": {"context": 203, "page_size": 4, "topk": 32},
