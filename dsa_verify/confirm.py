@@ -123,7 +123,7 @@ def _findings(
         if first.phase is Phase.REPLAY and (Phase.BEFORE_GRAPH, id(first.region)) in by_region:
             continue  # what was wrong before the graph is still wrong after it
         differences = [difference for _, difference in entries]
-        if first.region.kind is Kind.FIELD:
+        if first.region.kind is Kind.FIELD and first.phase in (Phase.REPLAY, Phase.SECOND_REPLAY):
             differences = first_differences(first)
         base = dataclasses.replace(_base(job, bucket, first.round), differing=counts.get(id(first.region), 0))
         findings.append(_judged(base, evidence, differences))
@@ -133,7 +133,7 @@ def _findings(
 def first_differences(seen: Difference) -> list[Difference]:
     """The differences that a region shows now, the first RING_ENTRIES in row-major order, all like `seen`.
 
-    The ring has whichever the device came to first; between two rounds the buffers still hold what was judged.
+    The ring has whichever the device came to first; after a round the buffers still hold what its last look judged.
     """
     region = seen.region
     want, checked = expected_words(region, live_words(region))

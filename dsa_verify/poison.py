@@ -23,7 +23,7 @@ HASH_ROUND: Final = 0x1B56C4E9
 
 
 class Poison:
-    """Poisons `regions`. `round_index`, `kind`: int64 [1] on the device, this round's number and poison."""
+    """Poisons `regions`. `round_index` int64 [1], `kind` int32 [1]: this round's number and poison, on the device."""
 
     def __init__(self, regions: Sequence[Region], device: torch.device, round_index: torch.Tensor, kind: torch.Tensor):
         self._regions = [region for region in regions if region.poisonable]

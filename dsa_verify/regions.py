@@ -14,6 +14,7 @@ import torch
 
 from dsa_verify.arena import GUARD_WORD, Arena
 from dsa_verify.contract import DTYPE_BYTES, Dead, Field, Layout, Lifetime, Live, Row
+from dsa_verify.errors import HarnessError
 from dsa_verify.subject import Inputs
 
 LOUD_WORD = -0x61616162  # int32 of 0x9E9E9E9E: negative, and neither a guard nor a graph's own poison
@@ -98,6 +99,9 @@ def field_regions(
 
 def _field_region(field: Field, got: torch.Tensor, want: torch.Tensor, control: Control) -> Region:
     words = DTYPE_BYTES[field.dtype] // 4
+    if field.dead is Dead.INTACT:
+        # What must stay untouched so far are whole rows of wider buckets, see `beyond_regions`.
+        raise HarnessError(f"{field.name}: dead elements of a field cannot be judged intact; use stale or pad")
     bounds = {Live.TOKENS: control.live_tokens, Live.CANDIDATES: control.live_candidates}
     return Region(
         kind=Kind.FIELD,

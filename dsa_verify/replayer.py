@@ -24,7 +24,7 @@ from dsa_verify.arena import TORCH_DTYPES, Arena, Identity
 from dsa_verify.canonical import CanonicalItems
 from dsa_verify.compilations import count_compilations
 from dsa_verify.contract import Compare, Layout
-from dsa_verify.errors import CaptureError, DeviceLost, DsaVerifyError, HarnessError, UsageError
+from dsa_verify.errors import CaptureError, DeviceLost, DsaVerifyError, HarnessError, ReplayError, UsageError
 from dsa_verify.feed import Feed
 from dsa_verify.geometry import Geometry
 from dsa_verify.graphs import Backend, Graph
@@ -192,12 +192,19 @@ class Replayer:
         self._last = lane
 
     def _replay_oracle(self, lane: Lane) -> None:
+        try:
+            self._replay_beside(lane.oracle_graph)
+        except ReplayError as error:
+            raise HarnessError(f"the oracle of {self.system.name} cannot be replayed: {error}") from error
+
+    def _replay_beside(self, graph: Graph) -> None:
+        """Replay on the oracle's own stream, between what came before and what comes after on the current one."""
         if self._oracle_stream is None:
-            lane.oracle_graph.replay()
+            graph.replay()
             return
         self._oracle_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._oracle_stream):
-            lane.oracle_graph.replay()
+            graph.replay()
         torch.cuda.current_stream(self.device).wait_stream(self._oracle_stream)
 
     def _replay_subject(self, lane: Lane) -> None:

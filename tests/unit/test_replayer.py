@@ -9,7 +9,8 @@ import pytest
 import torch
 from support import DEVICE, EagerDecode, backend, decode_round, job_of, open_replayer, small
 
-from dsa_verify.errors import HarnessError
+from dsa_verify.contract import Dead
+from dsa_verify.errors import HarnessError, ReplayError
 from dsa_verify.geometry import Geometry
 from dsa_verify.judge import Difference, Phase, Tally
 from dsa_verify.regions import LOUD_WORD, Kind
@@ -463,6 +464,27 @@ def replayer_with_oracle(oracle: type) -> Replayer:
 def test_an_oracle_that_cannot_be_captured_is_the_harness_own_fault(oracle: type):
     with pytest.raises(HarnessError, match="the oracle of decode cannot be captured"):
         replayer_with_oracle(oracle)
+
+
+def test_an_oracle_that_cannot_be_replayed_is_the_harness_own_fault_too():
+    class Gone:
+        def replay(self) -> None:
+            raise ReplayError("a buffer is gone")
+
+    replayer = open_replayer(EagerDecode)
+    for lane in replayer.lanes.values():
+        lane.oracle_graph = Gone()
+    bucket = max(replayer.lanes)
+    with pytest.raises(HarnessError, match="cannot be replayed: a buffer is gone"):
+        replayer.run(job_of(EagerDecode, buckets=tuple(replayer.lanes)).table([decode_round(bucket, 5)]))
+
+
+def test_a_dead_rule_that_cannot_be_judged_is_refused_not_ignored():
+    layout = SYSTEMS["decode"].layout(small(), 2)
+    fields = tuple(dataclasses.replace(field, dead=Dead.INTACT) for field in layout)
+    system = dataclasses.replace(SYSTEMS["decode"], layout=lambda *_: dataclasses.replace(layout, fields=fields))
+    with pytest.raises(HarnessError, match="cannot be judged intact"):
+        Replayer(system, small(), (2,), EagerDecode, backend(), capacity=4, remap_slots=0)
 
 
 def test_an_oracle_that_writes_beyond_its_buffers_is_seen():
