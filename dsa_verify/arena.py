@@ -20,7 +20,7 @@ from dsa_verify.subject import Buffers
 GUARD_BYTES: Final = 4096
 ALIGNMENT_BYTES: Final = 512
 GUARD_WORD: Final = -0x38383839  # int32 of 0xC7C7C7C7: no legal value, and not a poison
-TORCH_DTYPES: Final = {"int32": torch.int32, "int64": torch.int64}
+TORCH_DTYPES: Final = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

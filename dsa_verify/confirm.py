@@ -14,15 +14,17 @@ from typing import Final
 from dsa_verify.diagnose import Evidence, Moment, broken_laws, diagnose_field, explain_guard
 from dsa_verify.errors import HarnessError
 from dsa_verify.findings import Diagnosis, Finding
+from dsa_verify.glue_routing import Route
 from dsa_verify.job import Job, remap_slots_of
 from dsa_verify.judge import RING_ENTRIES, Difference, Phase, Tally, expected_words, live_words
 from dsa_verify.layouts.indexer import scheduled_lengths
 from dsa_verify.regions import Kind, Region
-from dsa_verify.replayer import Lane, Replayer, SubjectFault
+from dsa_verify.replayer import Lane, Replayer, SubjectFault, host_copy
 from dsa_verify.rounds import RoundTable
 from dsa_verify.scenario import POISONS, Round
 
 HISTORY_ROUNDS: Final = 32
+_ROUTES: Final = {Route.GLUE: "the captured graph", Route.EAGER: "eager work"}
 _FAULT_DIAGNOSES: Final = {
     "wrong outputs": Diagnosis.WRONG_OUTPUTS,
     "synchronises in capture": Diagnosis.SYNCHRONISES,
@@ -116,17 +118,37 @@ def _findings(
         )
         for change in replayer.address_changes
     ]
-    for entries in by_region.values():
+    findings += [
+        dataclasses.replace(
+            _base(job, wrong.bucket, wrong.round),
+            diagnosis=Diagnosis.WRONG_ROUTE,
+            sentence=(
+                f"wrong route: raw batch {wrong.raw} of bucket {wrong.bucket} was prepared by {_ROUTES[wrong.taken]}, "
+                f"it must be by {_ROUTES[wrong.expected]} (contract 7.4)"
+            ),
+        )
+        for wrong in replayer.wrong_routes
+    ]
+    # Wrong inputs come first: what follows from them is wrong, too.
+    wrong = sorted(by_region.values(), key=lambda entries: entries[0][1].phase is not Phase.FILLED)
+    fields = {entries[0][1].region.name for entries in wrong if entries[0][1].region.kind is Kind.FIELD}
+    for entries in wrong:
         bucket, first = entries[0]
         if first.region.kind is Kind.FIELD and first.region.name in replaced:
             continue
-        if first.phase is Phase.REPLAY and (Phase.BEFORE_GRAPH, id(first.region)) in by_region:
+        if first.region.kind is Kind.LAW and first.region.name in fields:
+            continue  # the field's own finding says what the schedule does to its tiles
+        before = Phase.FILLED if first.region.kind is Kind.INPUT else Phase.BEFORE_GRAPH
+        name = first.region.name
+        if first.phase is Phase.REPLAY and any(
+            phase is before and name == earlier[0][1].region.name for (phase, _), earlier in by_region.items()
+        ):
             continue  # what was wrong before the graph is still wrong after it
         differences = [difference for _, difference in entries]
         if first.region.kind is Kind.FIELD and first.phase in (Phase.REPLAY, Phase.SECOND_REPLAY):
             differences = first_differences(first)
         base = dataclasses.replace(_base(job, bucket, first.round), differing=counts.get(id(first.region), 0))
-        findings.append(_judged(base, evidence, differences))
+        findings.append(_judged(base, evidence, differences, lane))
     return findings
 
 
@@ -145,7 +167,7 @@ def first_differences(seen: Difference) -> list[Difference]:
     return found or [seen]
 
 
-def _judged(base: Finding, evidence: Evidence, differences: Sequence[Difference]) -> Finding:
+def _judged(base: Finding, evidence: Evidence, differences: Sequence[Difference], lane: Lane) -> Finding:
     first = differences[0]
     region: Region = first.region
     place = None
@@ -161,6 +183,13 @@ def _judged(base: Finding, evidence: Evidence, differences: Sequence[Difference]
             f"{diagnosis.value}: bucket {base.bucket} wrote {region.name} row {row}, "
             f"which belongs to wider buckets only ({base.differing} words)"
         )
+    elif region.kind is Kind.LAW:
+        diagnosis = Diagnosis.LAW_BROKEN
+        sentences = "; ".join(broken.sentence for broken in lane.laws.broken(region.name)[:1])
+        sentence = f"{diagnosis.value}: {region.name} is what the oracle has, and yet {sentences} (contract 3.5)"
+    elif first.phase is Phase.FILLED:
+        diagnosis = Diagnosis.TAIL_NOT_RESET
+        sentence = f"{diagnosis.value}: {_tail(evidence, first)}"
     elif region.kind is Kind.INPUT:
         diagnosis = Diagnosis.INPUT_OVERWRITTEN
         sentence = (
@@ -190,6 +219,16 @@ def _judged(base: Finding, evidence: Evidence, differences: Sequence[Difference]
     )
 
 
+def _tail(evidence: Evidence, first: Difference) -> str:
+    raw, bucket = evidence.now.raw, evidence.layout.bucket
+    element = f"{first.row}{f', {first.column}' if first.region.got.shape[1] > 2 else ''}"
+    return (
+        f"input {first.region.name}[{element}] is {first.got} before anything has read it, it must be {first.want}: "
+        f"with raw batch {raw}, batch rows {raw} to {bucket - 1} are pad rows, which the engine resets (contract 0.2, "
+        "7.5)"
+    )
+
+
 def _base(job: Job, bucket: int, round_: int) -> Finding:
     return Finding(
         system=job.system.name,
@@ -207,6 +246,7 @@ def _moment(lane: Lane, table: RoundTable, row: int) -> Moment:
     return Moment(
         round=row,
         bucket=bucket,
+        raw=int(table.raw[row]),
         seq_lens=tuple(table.seq_lens[row, :bucket].tolist()),
         requests=tuple(table.requests[row, :bucket].tolist()),
         row_request=tuple(table.row_request[row, : table.token_rows[row]].tolist()),
@@ -214,7 +254,7 @@ def _moment(lane: Lane, table: RoundTable, row: int) -> Moment:
         live_candidates=tuple(table.live_candidates[row, :bucket].tolist()),
         token_rows=int(table.token_rows[row]),
         poison=POISONS[int(table.poison[row])],
-        want={name: tensor.cpu().clone() for name, tensor in lane.oracle_buffers.items()},
+        want=host_copy(lane.oracle_buffers),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Final
 from dsa_verify.geometry import Geometry
 
 # Bytes of one element, by the dtype names of contract.md.
-DTYPE_BYTES: Final = {"int32": 4, "int64": 8}
+DTYPE_BYTES: Final = {"int32": 4, "int64": 8, "float32": 4}
 
 
 class Dead(Enum):
@@ -35,6 +35,7 @@ class Row(Enum):
     REQUEST_PREFIX = "request prefix"  # the sum over batch rows below r
     TOKEN_PREFIX = "token prefix"  # the sum over token rows below r
     MULTIPROCESSOR = "multiprocessor"  # where SM r of a schedule starts
+    SLOT = "slot"  # physical row r of a pool
     ITEM = "item"  # entry r of a list; row 0 is its head
 
 
@@ -42,6 +43,7 @@ class Compare(Enum):
     """How a field is compared."""
 
     EXACT = "exact"  # bit by bit
+    CLOSE = "close"  # float32: within `bound`, special values exactly
     ITEMS = "items"  # row 0 exactly, the rows it counts as a set, what lies beyond them not at all (contract 5)
 
 
@@ -64,10 +66,11 @@ class Field:
     """One metadata tensor at one bucket.
 
     `shape` is (rows,) or (rows, columns). `column_step` is 0 where every column is live, else column c is live iff
-    `c * column_step` is below the bound `live` of the row's request. `live_token_rows`: rows beyond this round's
-    token total are dead. `low`/`high`: the legal values are low <= v < high. `alias`: this field is a view of that
-    field's buffer (contract 1.1); it owns no memory. `shared`: one buffer serves all buckets, each seeing its first
-    rows. `section` is where contract.md states the rule.
+    `column_start + c * column_step` is below the bound `live` of the row's request. `live_token_rows`: rows beyond this
+    round's token total are dead. `low`/`high`: the legal values are low <= v < high. `alias`: this field is a view of
+    that field's buffer (contract 1.1); it owns no memory. `shared`: one buffer serves all buckets, each seeing its
+    first rows. `kept_rows`: so many first rows are written at capture only. `bound`, of a float32 field:
+    |got - want| <= bound * max(|want|, floor). `section` is where contract.md states the rule.
     """
 
     name: str
@@ -78,6 +81,7 @@ class Field:
     high: int
     dtype: str = "int32"
     column_step: int = 0
+    column_start: int = 0
     live: Live = Live.TOKENS
     compare: Compare = Compare.EXACT
     live_token_rows: bool = False
@@ -86,6 +90,9 @@ class Field:
     lifetime: Lifetime = Lifetime.REPLAY
     alias: str | None = None
     shared: bool = False
+    kept_rows: int = 0
+    bound: float = 0.0
+    floor: float = 1.0
 
     @property
     def rows(self) -> int:

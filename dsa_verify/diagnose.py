@@ -8,6 +8,8 @@ position, a distance), so that a reader can check it by hand.
 from __future__ import annotations
 
 import dataclasses
+import math
+import struct
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -16,12 +18,11 @@ import torch
 from dsa_verify.contract import Compare, Field, Layout, Live, Row
 from dsa_verify.findings import Diagnosis
 from dsa_verify.judge import Difference, Phase
-from dsa_verify.laws import ScheduleLaw
+from dsa_verify.law_watch import law_of, scheduled
 from dsa_verify.layouts.indexer import scheduled_lengths
 from dsa_verify.poison import plausible_word
 from dsa_verify.regions import LOUD_WORD, Region
 from dsa_verify.rounds import owner_of_slot
-from dsa_verify.schedules import VARIANTS
 
 Explanation = tuple[Diagnosis, str]
 _ITEM_COLUMNS: Final = (("threshold", "number of items"), ("row", "length"))
@@ -29,11 +30,13 @@ _ITEM_COLUMNS: Final = (("threshold", "number of items"), ("row", "length"))
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """What was right in one round of one bucket. `want`: the oracle's outputs on the CPU, one row a request for
-    tables. `seq_lens`, `requests`: padded to the bucket. `row_request`: the batch row of each token row."""
+    """What was right in one round of one bucket. `want`: the oracle's outputs on the CPU, floats as the int32
+    of their bits, one row a request for tables. `raw`: live requests. `seq_lens`, `requests`: padded to the bucket.
+    `row_request`: the batch row of each token row."""
 
     round: int
     bucket: int
+    raw: int
     seq_lens: tuple[int, ...]
     requests: tuple[int, ...]
     row_request: tuple[int, ...]
@@ -56,7 +59,7 @@ class Moment:
         if batch_row is None or table is None:
             return None
         bound = self.live_tokens if field.live is Live.TOKENS else self.live_candidates
-        if field.column_step and column * field.column_step >= bound[batch_row]:
+        if field.column_step and field.column_start + column * field.column_step >= bound[batch_row]:
             return None
         if field.live_token_rows and row >= self.token_rows + (1 if field.row is Row.TOKEN_PREFIX else 0):
             return None
@@ -97,7 +100,8 @@ def diagnose_field(evidence: Evidence, differences: Sequence[Difference]) -> tup
         elements = [e for e in elements if e.row == 0]  # with a wrong head the rows it counts mean nothing
     place = describe_place(evidence, field, first.row, first.column)
     if differences[0].phase is Phase.SECOND_REPLAY:
-        text = f"{place} was {first.want} after the first replay and {first.got} after a second one on the same inputs"
+        want, got = shown(field, first.want), shown(field, first.got)
+        text = f"{place} was {want} after the first replay and {got} after a second one on the same inputs"
         return Diagnosis.NOT_IDEMPOTENT, f"not idempotent: {text}", place
     best: tuple[int, Explanation] = (0, (Diagnosis.WRONG_VALUE, "no pattern recognised"))
     for explain in EXPLANATIONS:
@@ -108,7 +112,19 @@ def diagnose_field(evidence: Evidence, differences: Sequence[Difference]) -> tup
         if count > best[0]:
             best = (count, of_first)
     diagnosis, why = best[1]
-    return diagnosis, f"{diagnosis.value}: {place} is {first.got}, must be {first.want}: {why}", place
+    got, want = shown(field, first.got), shown(field, first.want)
+    return diagnosis, f"{diagnosis.value}: {place} is {got}, must be {want}: {why}", place
+
+
+def shown(field: Field, word: int) -> str:
+    """The value of a word of `field`, for people."""
+    return f"{as_float(word):.9g}" if field.dtype == "float32" else str(word)
+
+
+def as_float(word: int) -> float:
+    """The float32 with the bits of an int32."""
+    value: float = struct.unpack("<f", struct.pack("<i", word))[0]
+    return value
 
 
 def describe_place(evidence: Evidence, field: Field, row: int, column: int) -> str:
@@ -122,6 +138,8 @@ def describe_place(evidence: Evidence, field: Field, row: int, column: int) -> s
         batch_row = now.batch_row(field, row)
         if field.row is Row.MULTIPROCESSOR:
             words.append(f"where SM {row} starts: {('q unit', 'kv split')[column]}")
+        elif field.row is Row.SLOT:
+            words.append(f"row {row} of the pool")
         elif field.row is Row.ITEM:
             words.append(f"{'the head' if row == 0 else f'listed row {row}'}: {_ITEM_COLUMNS[row > 0][column]}")
         elif batch_row is None:
@@ -135,7 +153,7 @@ def describe_place(evidence: Evidence, field: Field, row: int, column: int) -> s
     if field.live is Live.CANDIDATES:
         words.append(f"pool candidate {column}")
     elif field.column_step:
-        token = column * field.column_step
+        token = field.column_start + column * field.column_step
         words.append(f"page {token // geometry.allocator_page}")
         words.append(f"token {token}")
     return f"{words[0]} ({', '.join(words[1:])})"
@@ -159,17 +177,11 @@ def explain_guard(difference: Difference, count: int) -> tuple[Diagnosis, str]:
 
 def broken_laws(evidence: Evidence, region: Region) -> str:
     """What the schedule in `region` does to its tiles, by the laws alone; empty if it breaks none (contract 3.5)."""
-    geometry = evidence.layout.geometry
-    variant = VARIANTS[geometry.schedule]
-    scheduled = scheduled_lengths(region.name)
-    assert scheduled is not None, f"{region.name} is no schedule"
-    name, clamped = scheduled
-    lengths = evidence.now.want[name].cpu()
-    lengths = lengths.clamp(min=1) if clamped else lengths
-    if lengths.dim() not in variant.context_dims:
-        lengths = lengths[:, -1] if lengths.dim() == 2 else lengths.unsqueeze(1)
-    next_n = lengths.shape[1] if lengths.dim() == 2 else 1
-    law = ScheduleLaw(variant, geometry.multiprocessors, rows=lengths.shape[0], next_n=next_n)
+    found = scheduled_lengths(region.name)
+    assert found is not None, f"{region.name} is no schedule"
+    name, clamped = found
+    law = law_of(evidence.layout, evidence.now.want[name])
+    lengths = scheduled(law.variant, evidence.now.want[name].cpu(), clamped)
     breaks = law.judge(region.got.cpu().contiguous(), lengths.contiguous())
     return "".join(f"; {broken.sentence}" for broken in breaks[:1])
 
@@ -237,7 +249,7 @@ def _other_row(evidence: Evidence, e: _Element) -> Explanation | None:
             same = 0 <= neighbour < now.token_rows and now.row_request[neighbour] == batch_row
             if same and now.value(e.field, neighbour, e.column) == e.got:
                 return Diagnosis.DRAFT_OFFSET, f"that is the value of draft position {neighbour - first}"
-        if abs(e.got - e.want) == 1:
+        if abs(e.got - e.want) == 1 and e.field.dtype != "float32":
             return Diagnosis.DRAFT_OFFSET, f"it is {e.got - e.want:+d} token: the draft position counts from elsewhere"
     position = e.row - now.row_request.index(batch_row) if e.field.row is Row.TOKEN else 0
     for other in range(now.bucket):
@@ -252,7 +264,7 @@ def _other_row(evidence: Evidence, e: _Element) -> Explanation | None:
 
 
 def _out_of_range(evidence: Evidence, e: _Element) -> Explanation | None:
-    if e.field.low <= e.got < e.field.high:
+    if e.field.low <= e.got < e.field.high or e.field.dtype == "float32":
         return None
     why = f"legal values are {e.field.low} to {e.field.high - 1}"
     if e.got < 0:
@@ -260,9 +272,19 @@ def _out_of_range(evidence: Evidence, e: _Element) -> Explanation | None:
     return Diagnosis.OUT_OF_RANGE, why
 
 
+def _inexact(evidence: Evidence, e: _Element) -> Explanation | None:
+    if e.field.compare is not Compare.CLOSE:
+        return None
+    got, want = as_float(e.got), as_float(e.want)
+    if not (math.isfinite(got) and math.isfinite(want)):
+        return Diagnosis.WRONG_VALUE, "special values must be exactly what the rule gives (contract 8.7)"
+    error = abs(got - want) / max(abs(want), e.field.floor)
+    return Diagnosis.WRONG_VALUE, f"it is off by {error:.2g} where {e.field.bound:.2g} is allowed"
+
+
 def _boundary(evidence: Evidence, e: _Element) -> Explanation | None:
     geometry = evidence.layout.geometry
-    if e.field.row not in (Row.REQUEST, Row.TOKEN):
+    if e.field.row not in (Row.REQUEST, Row.TOKEN) or e.field.dtype == "float32":
         return None
     if _is_table(e.field):
         owner, mine = _owner(evidence, e, e.got), _owner(evidence, e, e.want)
@@ -298,7 +320,7 @@ def _prefix_step(evidence: Evidence, e: _Element) -> Explanation | None:
 
 def _is_table(field: Field) -> bool:
     """Whether the elements are slots or pages, which say whose they are."""
-    return field.column_step > 0 and field.live is Live.TOKENS
+    return field.column_step > 0 and field.column_start == 0 and field.live is Live.TOKENS
 
 
 def _owner(evidence: Evidence, e: _Element, value: int) -> tuple[int, int] | None:
@@ -312,6 +334,7 @@ EXPLANATIONS: Final[tuple[Callable[[Evidence, _Element], Explanation | None], ..
     _other_request_in_table,
     _earlier_round,
     _capture,
+    _inexact,
     _out_of_range,
     _other_row,
     _boundary,

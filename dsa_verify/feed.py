@@ -8,18 +8,21 @@ pages. No host value is read, so the step can be captured in a graph and replaye
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Final
+from collections.abc import Collection, Sequence
+from typing import Final
 
 import numpy as np
 import torch
 
+from dsa_verify.expand import expansion
 from dsa_verify.geometry import DISJOINT_GENERATIONS, Geometry
 from dsa_verify.regions import Control
-from dsa_verify.rounds import PAD_REQUEST, PAGE_ID_MULTIPLIER, RoundTable, seq_len_fill
-from dsa_verify.scenario import pooled_indexer
+from dsa_verify.registry import BufferRegistry
+from dsa_verify.rounds import PAD_REQUEST, PAGE_ID_MULTIPLIER, RoundTable, token_capacity
+from dsa_verify.static_inputs import StaticInput, static_inputs
 from dsa_verify.subject import Inputs
 
-_INDEX_DTYPES: Final = {"int64": torch.int64, "int32": torch.int32}
+_DTYPES: Final = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
 _STRIDE: Final = 2  # of a strided input view
 _OFFSET: Final = 1  # elements before an offset view: less than the 16 bytes that compilers hope for
 _ROW_SLACK: Final = 64  # columns that a strided req_to_token row has beyond its width
@@ -27,53 +30,73 @@ _ROW_SLACK: Final = 64  # columns that a strided req_to_token row has beyond its
 
 @dataclasses.dataclass(frozen=True)
 class _Columns:
-    """Where each piece of a round lies in its packed row."""
+    """Where each piece of a round lies in its packed row: drawn inputs first, then what judge and poison read."""
 
-    seq_lens: slice
-    requests: slice
-    extend_lens: slice
-    accept_lens: slice
+    inputs: dict[str, slice]
     live_tokens: slice
     live_candidates: slice
     token_rows: slice
     row_request: slice
     remap_rows: slice
     remap_generations: slice
+    raw: slice
+    seed: slice
     poison: slice
     width: int
 
     @classmethod
-    def of(cls, batch: int, tokens: int, remaps: int) -> _Columns:
-        sizes = (batch, batch, batch, batch, batch, batch, 1, tokens, remaps, remaps, 1)
-        ends: list[int] = np.cumsum(sizes).tolist()
-        names = (field.name for field in dataclasses.fields(cls) if field.name != "width")
-        pieces: dict[str, Any] = {
-            name: slice(end - size, end) for name, size, end in zip(names, sizes, ends, strict=True)
+    def of(cls, drawn: Sequence[str], batch: int, tokens: int, remaps: int) -> _Columns:
+        sizes = dict.fromkeys(drawn, batch) | {
+            "live_tokens": batch,
+            "live_candidates": batch,
+            "token_rows": 1,
+            "row_request": tokens,
+            "remap_rows": remaps,
+            "remap_generations": remaps,
+            "raw": 1,
+            "seed": 1,
+            "poison": 1,
         }
-        return cls(**pieces, width=ends[-1])
+        ends: list[int] = np.cumsum(list(sizes.values())).tolist()
+        pieces = {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
+        inputs = {name: pieces.pop(name) for name in drawn}
+        return cls(inputs=inputs, width=ends[-1], **pieces)
 
 
 class Feed:
-    """Inputs for `buckets` on `device`, the subject's in the form that `geometry` asks for, the oracle's plain.
+    """Inputs for buckets up to `widest` on `device`, the subject's in the form that `geometry` asks for, the oracle's
+    plain.
 
-    `capacity`: rounds of one upload; `remap_slots`: remapped requests of one round at most.
+    `capacity`: rounds of one upload; `remap_slots`: remapped requests of one round at most; `forget`: inputs of the
+    subject whose pad tails are never reset, a defect to be found.
     """
 
     def __init__(
-        self, system: str, geometry: Geometry, widest: int, device: torch.device, *, capacity: int, remap_slots: int
+        self,
+        system: str,
+        geometry: Geometry,
+        widest: int,
+        device: torch.device,
+        *,
+        capacity: int,
+        remap_slots: int,
+        forget: Collection[str] = (),
     ):
         self.geometry, self._widest, self._device = geometry, widest, device
-        self._extends = system == "draft_extend"
-        self._accepts = self._extends and pooled_indexer(geometry)
-        self._fill = seq_len_fill(system, geometry)
-        self._columns = _Columns.of(widest, widest * geometry.draft_tokens, remap_slots)
+        self._specs = static_inputs(system, geometry)
+        self._expand = expansion(system, geometry)
+        self._drawn = [spec.name for spec in self._specs if spec.drawn]
+        tokens = token_capacity(system, geometry, widest)
+        self._columns = _Columns.of(self._drawn, widest, tokens, remap_slots)
         self._packed = torch.zeros((capacity, self._columns.width), dtype=torch.int32, device=device)
         self._cursor = torch.zeros(1, dtype=torch.int64, device=device)
         self.round_index = torch.full((1,), -1, dtype=torch.int64, device=device)
         self._pages = torch.arange(geometry.pages_per_row, device=device)
         self._offsets = torch.arange(geometry.allocator_page, device=device)
-        self._subject = self._inputs(geometry.input_view)
-        self._oracle = self._inputs("plain")
+        self._subject = self._inputs(system, geometry.input_view)
+        self._oracle = self._inputs(system, "plain")
+        self._registry = BufferRegistry(self._specs, self._subject.tensors(), forget=forget)
+        self._oracle_registry = BufferRegistry(self._specs, self._oracle.tensors())
         self._current: dict[int, torch.Tensor] = {}
         self.reset()
 
@@ -82,11 +105,9 @@ class Feed:
         self._cursor.fill_(-1)
         self.round_index.fill_(-1)
         for inputs in (self._subject, self._oracle):
-            inputs.seq_lens.fill_(self._fill)
-            inputs.req_pool_indices.fill_(PAD_REQUEST)
-            for lens in (inputs.extend_lens, inputs.accept_lens):
-                if lens is not None:
-                    lens.fill_(self.geometry.draft_tokens)
+            tensors = inputs.tensors()
+            for spec in self._specs:
+                tensors[spec.name].fill_(spec.pad)
 
     def inputs(self, bucket: int) -> tuple[Inputs, Inputs]:
         """(subject's, oracle's) views of `bucket`."""
@@ -107,16 +128,15 @@ class Feed:
         """Make row 0 of `table` the next round."""
         packed = np.concatenate(
             [
-                table.seq_lens,
-                table.requests,
-                table.extend_lens,
-                table.accept_lens,
+                *(table.drawn(name) for name in self._drawn),
                 table.live_tokens,
                 table.live_candidates,
                 table.token_rows[:, None],
                 table.row_request,
                 table.remap_rows,
                 table.remap_generations,
+                table.raw[:, None],
+                table.seed[:, None],
                 table.poison[:, None],
             ],
             axis=1,
@@ -125,21 +145,29 @@ class Feed:
         self._cursor.fill_(-1)
 
     def step(self, bucket: int) -> None:
-        """Write the next round into the inputs of `bucket`; asynchronous and capturable."""
+        """Write the next round into the inputs of `bucket`; asynchronous and capturable.
+
+        The subject's inputs go through what an engine does: the tails that a smaller batch leaves stale are poisoned,
+        then reset.
+        """
         columns = self._columns
         self._cursor.add_(1)
         self.round_index.add_(1)
         row = self._row(bucket)
         torch.index_select(self._packed, 0, self._cursor, out=row.view(1, -1))
-        for inputs in (self._subject, self._oracle):
-            inputs.seq_lens[:bucket].copy_(row[columns.seq_lens][:bucket])
-            inputs.req_pool_indices[:bucket].copy_(row[columns.requests][:bucket])
-            if inputs.extend_lens is not None:
-                inputs.extend_lens[:bucket].copy_(row[columns.extend_lens][:bucket])
-            if inputs.accept_lens is not None:
-                inputs.accept_lens[:bucket].copy_(row[columns.accept_lens][:bucket])
         if columns.remap_rows.stop > columns.remap_rows.start:
             self._remap(row[columns.remap_rows].long(), row[columns.remap_generations].long())
+        sources = {name: row[piece][:bucket] for name, piece in columns.inputs.items()}
+        if self._expand is not None:
+            table = self._view(self._oracle, bucket).req_to_token
+            sources |= self._expand(sources, table, row[columns.seed].long())
+        raw = row[columns.raw]
+        self._registry.fill_from(sources, raw, bucket, poison=True)
+        if self._expand is not None:
+            self._oracle_registry.fill_from(sources, raw, bucket)
+            return
+        for spec, tensor in zip(self._specs, self._views(self._oracle, bucket).values(), strict=True):
+            tensor.copy_(sources[spec.name])  # whose pad rows a table has filled already
 
     def _row(self, bucket: int) -> torch.Tensor:
         if bucket not in self._current:
@@ -163,28 +191,35 @@ class Feed:
         slots = slots[:, : geometry.token_columns].to(torch.int32)
         return torch.where(rows[:, None] == PAD_REQUEST, torch.zeros_like(slots), slots)
 
-    def _inputs(self, form: str) -> Inputs:
-        geometry, dtype = self.geometry, _INDEX_DTYPES[self.geometry.index_dtype]
-        extend = self._vector(torch.int32, form) if self._extends else None
-        inputs = Inputs(
-            seq_lens=self._vector(dtype, form),
-            req_pool_indices=self._vector(dtype, form),
-            req_to_token=self._token_table(form),
-            extend_lens=extend,
-            accept_lens=self._vector(torch.int32, form) if self._accepts else None,
-        )
+    def _inputs(self, system: str, form: str) -> Inputs:
+        geometry = self.geometry
+        tensors = {spec.name: self._buffer(spec, form) for spec in self._specs}
+        if system == "padded":
+            tensors["full_to_swa"] = self._full_to_swa()
+        inputs = Inputs(req_to_token=self._token_table(form), **tensors)
         rows = torch.arange(geometry.request_rows, device=self._device)
         for part in rows.split(256):  # the intermediate is int64 and several times the table
             inputs.req_to_token[part[0] : part[-1] + 1] = self._token_slots(part, torch.zeros_like(part))
         return inputs
 
-    def _vector(self, dtype: torch.dtype, form: str) -> torch.Tensor:
-        size = self._widest
-        if form == "strided":
-            return torch.zeros(size * _STRIDE, dtype=dtype, device=self._device)[::_STRIDE]
-        if form == "offset":
-            return torch.zeros(size + _OFFSET, dtype=dtype, device=self._device)[_OFFSET:]
-        return torch.zeros(size, dtype=dtype, device=self._device)
+    def _full_to_swa(self) -> torch.Tensor:
+        """Where each slot lies in the smaller pool of the sliding window; the last entry stands for none."""
+        geometry, page = self.geometry, self.geometry.allocator_page
+        pages = torch.arange(geometry.slots // page, device=self._device)
+        # Any map of pages will do that keeps offsets; pages of different requests may share one. The pad slot's page is
+        # not page 0, so that a slot which was not translated shows.
+        swa = ((pages + 1) * PAGE_ID_MULTIPLIER >> 3) % max(len(pages) // 2, 1)
+        slots = (swa[:, None] * page + torch.arange(page, device=self._device)).flatten()
+        return torch.cat([slots, torch.full_like(slots[:1], -1)]).int()
+
+    def _buffer(self, spec: StaticInput, form: str) -> torch.Tensor:
+        """For the widest batch. Only vectors are strided or offset: of the others, rows are whole."""
+        shape, dtype = spec.shape(self._widest), _DTYPES[spec.dtype]
+        if form == "strided" and len(shape) == 1:
+            return torch.zeros(shape[0] * _STRIDE, dtype=dtype, device=self._device)[::_STRIDE]
+        if form == "offset" and len(shape) == 1:
+            return torch.zeros(shape[0] + _OFFSET, dtype=dtype, device=self._device)[_OFFSET:]
+        return torch.zeros(shape, dtype=dtype, device=self._device)
 
     def _token_table(self, form: str) -> torch.Tensor:
         rows, columns = self.geometry.request_rows + 1, self.geometry.token_columns
@@ -197,11 +232,10 @@ class Feed:
         return torch.zeros((rows, columns), dtype=torch.int32, device=self._device)
 
     def _view(self, inputs: Inputs, bucket: int) -> Inputs:
-        extend, accept = inputs.extend_lens, inputs.accept_lens
-        return Inputs(
-            seq_lens=inputs.seq_lens[:bucket],
-            req_pool_indices=inputs.req_pool_indices[:bucket],
-            req_to_token=inputs.req_to_token[: self.geometry.request_rows],
-            extend_lens=None if extend is None else extend[:bucket],
-            accept_lens=None if accept is None else accept[:bucket],
-        )
+        table = inputs.req_to_token[: self.geometry.request_rows]
+        return dataclasses.replace(inputs, req_to_token=table, **self._views(inputs, bucket))
+
+    def _views(self, inputs: Inputs, bucket: int) -> dict[str, torch.Tensor]:
+        """The rows of `bucket` of each input that has rows of the batch, in the order of their specifications."""
+        tensors = inputs.tensors()
+        return {spec.name: tensors[spec.name].narrow(spec.axis, 0, bucket * spec.rows) for spec in self._specs}

@@ -21,6 +21,8 @@ MAX_SLOTS: Final = 1 << 31
 MIN_DRAFT_STEPS, MAX_DRAFT_STEPS = 2, 8
 INDEX_DTYPES: Final = ("int64", "int32")
 INPUT_VIEWS: Final = ("plain", "offset", "strided")
+PADDED_MODES: Final = ("decode", "verify", "draft_block", "draft_extend")
+LOG_BASES: Final = ("2", "e")
 # Page ids of a request row change with its generation; so many generations of all rows are pairwise disjoint.
 DISJOINT_GENERATIONS: Final = 4
 
@@ -39,6 +41,11 @@ class Geometry:
     `draft_steps`: n speculative steps, of mtp alone; its n - 1 draft backends are the destinations (contract 2).
     `indexer`: whether the indexer's metadata (schedule, top-k plan; with pooling its views and write plan) is part of
     the layout. Then `multiprocessors` is S, `schedule` a variant of contract 3.2, `plan_rules` a table of contract 5.
+    `padded_mode`, `window`, `sparse_ratio`, `dense_ratio`, `low_ratios`, `replay_floor`, `index_align`: of padded
+    alone (contract 7): the kind of step, the sliding window, tokens of one compressed entry, whether ratios 1 and 2
+    exist too, the first position that a replay may read, and what widths are rounded up to.
+    `graph_tokens`: G of ragged_verify, the most token rows of a graph (0: all buckets hold N a request; contract 9).
+    `dcp_size` (D), `dcp_block` (I), `heads`, `head_dim`, `log_base`: of dcp alone (contract 8).
     """
 
     preset: str
@@ -59,6 +66,19 @@ class Geometry:
     multiprocessors: int = 132
     schedule: str = "V4b"
     plan_rules: str = "H200"
+    padded_mode: str = "decode"
+    window: int = 128
+    sparse_ratio: int = 4
+    dense_ratio: int = 128
+    low_ratios: bool = False
+    replay_floor: int = 0
+    index_align: int = 64
+    graph_tokens: int = 0
+    dcp_size: int = 1
+    dcp_block: int = 1
+    heads: int = 16
+    head_dim: int = 64
+    log_base: str = "2"
 
     @property
     def columns(self) -> int:
@@ -73,7 +93,7 @@ class Geometry:
     @property
     def allocator_page(self) -> int:
         """A: tokens whose slots are consecutive and aligned (contract 0.1)."""
-        return self.page_size * self.pool_size
+        return self.page_size * self.pool_size * self.dcp_size
 
     @property
     def token_columns(self) -> int:
@@ -140,12 +160,22 @@ class Geometry:
             ("table_width", 0, MAX_CONTEXT_TOKENS),
             ("token_table_width", 0, 2 * MAX_CONTEXT_TOKENS),
             ("multiprocessors", 1, 1024),
+            ("window", 1, 1024),
+            ("sparse_ratio", 1, 1024),
+            ("dense_ratio", 1, 1024),
+            ("replay_floor", 0, MAX_CONTEXT_TOKENS),
+            ("index_align", 1, 128),
+            ("graph_tokens", 0, MAX_BATCH * MAX_DRAFT_TOKENS),
+            ("dcp_size", 1, 8),
+            ("dcp_block", 1, 1024),
+            ("heads", 1, 128),
+            ("head_dim", 1, 1024),
         )
         for name, low, high in limits:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise UsageError(f"{where}{name}: {value} is outside {low}..{high}; choose a value inside")
-        for name in ("page_size", "pool_size"):
+        for name in ("page_size", "pool_size", "sparse_ratio", "dense_ratio", "head_dim"):
             value = getattr(self, name)
             if value & (value - 1):
                 raise UsageError(f"{where}{name}: {value} is not a power of two; use 1, 2, 4, ...")
@@ -154,6 +184,8 @@ class Geometry:
             ("input_view", INPUT_VIEWS),
             ("schedule", VARIANTS),
             ("plan_rules", PLAN_RULES),
+            ("padded_mode", PADDED_MODES),
+            ("log_base", LOG_BASES),
         )
         for name, choices in named:
             if getattr(self, name) not in choices:
@@ -190,8 +222,9 @@ class Geometry:
 PRESETS: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v32": {"context": 131_072, "page_size": 64, "topk": 2048},
     "glm53_flash": {"context": 131_072, "page_size": 64, "topk": 2048, "pool_size": 4, "indexer": True},
+    "deepseek_v4": {"context": 131_072, "page_size": 256, "topk": 512},
     # Every boundary within reach of small numbers; the width is a multiple of neither the page nor a table block.
-    "tiny": {"context": 203, "page_size": 4, "topk": 32},
+    "tiny": {"context": 203, "page_size": 4, "topk": 32, "heads": 2, "head_dim": 8},
     "tiny_pool": {
         "context": 603,
         "page_size": 4,
@@ -201,6 +234,14 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
         "multiprocessors": 5,
         "schedule": "tiny",
         "plan_rules": "tiny",
+    },
+    "tiny_v4": {
+        "context": 203,
+        "page_size": 16,
+        "topk": 16,
+        "window": 8,
+        "dense_ratio": 8,
+        "index_align": 8,
     },
 }
 

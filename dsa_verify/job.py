@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dsa_verify.faults import check_field, plant
+from dsa_verify.faults import check_field, forgotten_inputs, plant
 from dsa_verify.geometry import Geometry
 from dsa_verify.graphs import Backend
 from dsa_verify.matrix import REMAPS_PER_ROUND
@@ -45,10 +45,11 @@ class Job:
         """A job; `subject` is a reference, or the factory itself where it has no name to be loaded by."""
         factory = subject_factory(system, subject)[1] if subject is None or isinstance(subject, str) else subject
         label = cls.label_of(system, subject)
+        # Refuse a geometry that the system has no layout for, a wrong name or field now, not at the first capture.
+        layouts = [system.layout(geometry, bucket) for bucket in buckets]
         if fault is not None:
-            # Refuse a wrong name or field now rather than at the first capture.
             plant(fault, factory, system.name)
-            check_field(fault, [system.layout(geometry, bucket) for bucket in buckets])
+            check_field(fault, layouts)
         return cls(
             system=system,
             geometry=geometry,
@@ -81,6 +82,7 @@ class Job:
             capacity=max(rounds, 1),
             remap_slots=remap_slots,
             record=record,
+            forget=forgotten_inputs(self.fault),
         )
 
     def table(self, rounds: Sequence[Round], remap_slots: int = REMAPS_PER_ROUND) -> RoundTable:

@@ -29,9 +29,10 @@ class Phase(IntEnum):
     """When in a round the judge looked."""
 
     BEFORE = 0  # before this bucket's inputs change: what other buckets' replays did to it
-    BEFORE_GRAPH = 1  # after the eager work, before the graph: what a consumer may already read then
-    REPLAY = 2
-    SECOND_REPLAY = 3  # the same inputs again: nothing may change
+    FILLED = 1  # the inputs have been filled, nobody has read them: what the engine's preparation left
+    BEFORE_GRAPH = 2  # after the eager work, before the graph: what a consumer may already read then
+    REPLAY = 3
+    SECOND_REPLAY = 4  # the same inputs again: nothing may change
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +153,7 @@ def live_words(region: Region) -> torch.Tensor:
     if region.live_bound is not None:
         column = torch.arange(words, device=device) // region.words_per_element
         bound = region.live_bound[_request(region, row)]
-        live &= column[None, :] * region.column_step < bound[:, None]
+        live &= region.column_start + column[None, :] * region.column_step < bound[:, None]
     return live
 
 

@@ -39,8 +39,9 @@ def pooled_pages(geometry: Geometry) -> int:
 
 
 def shortest_length(mode: Mode, geometry: Geometry) -> int:
-    """The smallest `seq_lens` whose write start is not negative, which contract 4.2 leaves undefined."""
-    return {"decode": 1, "mtp": 1, "target_verify": 0, "draft_extend": geometry.draft_tokens}[mode]
+    """The smallest `seq_lens` whose write start is not negative, which contract 4.2 leaves undefined; 0 in modes that
+    start at the length, or have no write plan."""
+    return {"decode": 1, "mtp": 1, "draft_extend": geometry.draft_tokens}.get(mode, 0)
 
 
 def check_lengths(mode: Mode, geometry: Geometry, seq_lens: Iterable[int], *, where: str = "") -> None:

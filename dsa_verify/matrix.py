@@ -1,8 +1,9 @@
 """The diagnostic matrix: 16 configurations of 17 rounds a system, and the endless stream of rounds that follows it.
 
-The 17 rounds are scripted so that each length boundary of contract 10 is crossed in both directions, requests move
-between batch rows and to other pages, buckets interleave (large, small, large) and every poison is used. A longer
-run goes on with random rounds drawn from the same boundaries.
+The rounds are scripted so that each length boundary of contract 10 is crossed in both directions, requests move
+between batch rows and to other pages, buckets interleave, raw batches go large, small, idle, large, and every poison is
+used. `padded` has 68 rounds instead, with every raw batch of both its buckets. A longer run goes on with random rounds
+drawn from the same boundaries.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ import numpy as np
 import numpy.typing as npt
 
 from dsa_verify.errors import UsageError
-from dsa_verify.geometry import Geometry
+from dsa_verify.geometry import LOG_BASES, PADDED_MODES, Geometry
 from dsa_verify.kpool_rules import shortest_length
+from dsa_verify.ragged_rules import graph_tokens
 from dsa_verify.rounds import PAD_REQUEST, Array, RoundTable, complete_table, seq_len_fill, tabulate
-from dsa_verify.scenario import POISONS, Round, pooled_indexer
+from dsa_verify.scenario import POISONS, SEED_LIMIT, Round, pooled_indexer
 from dsa_verify.systems import System
 
 BATCHES: Final = (1, 4, 16, 48)
 DRAFTS: Final = (2, 4, 6, 8)
 DECODE_BATCHES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48)
 SCRIPTED_ROUNDS: Final = 17
+PADDED_BUCKETS: Final = (48, 14)
+DCP_SIZES: Final = (1, 2, 3, 4, 8)
 CHUNK_ROUNDS: Final = 512  # rounds between two polls of the judge
 REMAPS_PER_ROUND: Final = 4
 LONG_LENGTH: Final = 100_001  # the length the published 272-replay diagnostic goes up to
@@ -54,7 +58,7 @@ class Config:
         """The rounds, in tables of at most CHUNK_ROUNDS."""
         generations = np.zeros(self.geometry.request_rows, np.int64)
         rng = np.random.default_rng([self.seed, self.buckets[0], self.geometry.draft_tokens])
-        scripted = _scripted(self, rng)[: self.rounds]
+        scripted = _scripted(self, rng, self.rounds)
         if scripted:
             yield tabulate(
                 self.system.name,
@@ -75,38 +79,60 @@ def diagnostic_matrix(
     system: System,
     geometry: Geometry,
     *,
-    rounds: int = SCRIPTED_ROUNDS,
+    rounds: int | None = None,
     seed: int = 0,
     batches: Sequence[int] | None = None,
     drafts: Sequence[int] | None = None,
     fixed: frozenset[str] = frozenset(),
 ) -> list[Config]:
-    """Batches x draft lengths (decode: batches alone).
+    """Batches x draft lengths (without drafts: batches alone; padded: modes x draft lengths, with all batches
+    captured). `rounds`: of each configuration, all scripted ones by default.
 
     Dtype and view of the inputs turn over the configurations, so that offset, strided and int32 inputs are part of
     every matrix, unless they are among the `fixed` fields of `geometry`.
     """
     if "draft_tokens" in fixed:
         raise UsageError("draft_tokens: the matrix chooses it; give the draft lengths as drafts (--draft-tokens)")
-    if system.drafts:
-        pairs = [(batch, draft) for batch in batches or BATCHES for draft in drafts or DRAFTS]
-    else:
-        pairs = [(batch, 1) for batch in batches or DECODE_BATCHES]
     configs = []
-    for i, (batch, draft) in enumerate(pairs):
+    for i, (buckets, changes) in enumerate(_shapes(system, geometry, batches, drafts, fixed)):
         turning: dict[str, object] = {"input_view": _FORMS[i % 3], "index_dtype": _INDEX_DTYPES[i % 2]}
-        buckets = (batch, companion(batch))
+        if system.name == "dcp":
+            turning |= {"dcp_size": DCP_SIZES[i % len(DCP_SIZES)], "log_base": LOG_BASES[i % 2]}
         turning["request_rows"] = max(geometry.request_rows, max(buckets) + 2)
-        changes = {key: value for key, value in turning.items() if key not in fixed} | {"draft_tokens": draft}
+        turning |= changes
         if geometry.request_rows <= max(buckets) and "request_rows" in fixed:
             raise UsageError(
                 f"request_rows: {geometry.request_rows} rows are too few for a batch of {max(buckets)} requests and "
                 f"the pad request; use {max(buckets) + 1} or more"
             )
-        configs.append(
-            Config(system=system, geometry=geometry.replace(**changes), buckets=buckets, rounds=rounds, seed=seed)
-        )
+        settled = geometry.replace(**{key: value for key, value in turning.items() if key not in fixed})
+        count = rounds if rounds is not None else len(_script_shapes(system.name, buckets))
+        configs.append(Config(system=system, geometry=settled, buckets=buckets, rounds=count, seed=seed))
     return configs
+
+
+def _shapes(
+    system: System,
+    geometry: Geometry,
+    batches: Sequence[int] | None,
+    drafts: Sequence[int] | None,
+    fixed: frozenset[str],
+) -> list[tuple[tuple[int, ...], dict[str, object]]]:
+    """(buckets, fields of the geometry) of each configuration."""
+    if system.name == "padded":
+        modes = (geometry.padded_mode,) if "padded_mode" in fixed else PADDED_MODES
+        buckets = tuple(dict.fromkeys(batches or PADDED_BUCKETS))
+        return [(buckets, {"padded_mode": mode, "draft_tokens": draft}) for mode in modes for draft in drafts or DRAFTS]
+    if not system.drafts:
+        return [((batch, companion(batch)), {"draft_tokens": 1}) for batch in batches or DECODE_BATCHES]
+    pairs = [(batch, draft) for batch in batches or BATCHES for draft in drafts or DRAFTS]
+    if system.name == "ragged_verify":
+        # As many token rows in both graphs, so that only the request slots tell them apart (contract 9).
+        return [
+            (tuple(dict.fromkeys((batch, batch * n))), {"draft_tokens": n, "graph_tokens": batch * n})
+            for batch, n in pairs
+        ]
+    return [((batch, companion(batch)), {"draft_tokens": draft}) for batch, draft in pairs]
 
 
 def companion(batch: int) -> int:
@@ -124,16 +150,14 @@ def boundaries(geometry: Geometry) -> Array:
     return np.array(sorted(value for value in around if 1 <= value <= geometry.context), np.int64)
 
 
-def _scripted(config: Config, rng: np.random.Generator) -> list[Round]:
-    main, other = config.buckets[0], config.buckets[-1]
-    values = boundaries(config.geometry)
-    rows = rng.permutation(np.arange(1, config.geometry.request_rows))
+def _scripted(config: Config, rng: np.random.Generator, count: int) -> list[Round]:
+    """The first `count` scripted rounds, fewer if there are not so many."""
+    geometry, system = config.geometry, config.system.name
+    values = boundaries(geometry)
+    rows = rng.permutation(np.arange(1, geometry.request_rows))
     rounds = []
-    for i in range(SCRIPTED_ROUNDS):
-        bucket = other if i % 3 == 2 else main
-        raw = (bucket, bucket, bucket, max(bucket - 1, 0), bucket // 2)[i % 5]
-        shortest = shortest_seq_len(config.system.name, config.geometry)
-        lengths = np.maximum(_script_lengths(i, raw, values, config.geometry.context), shortest)
+    for i, (bucket, raw) in enumerate(_script_shapes(system, config.buckets)[:count]):
+        lengths = np.maximum(_script_lengths(i, raw, values, geometry.context), shortest_seq_len(system, geometry))
         if i % 2:
             rows = np.roll(rows, 1)  # every request moves to another batch row
         if i % 7 == 6:
@@ -148,12 +172,38 @@ def _scripted(config: Config, rng: np.random.Generator) -> list[Round]:
                 seq_lens=tuple(lengths.tolist()),
                 requests=tuple(requests.tolist()),
                 accept_lens=_script_accepts(config, i, raw),
+                verify_lens=_script_verify_lens(config, i, bucket, raw),
                 remap=tuple(dict.fromkeys(remap.tolist())),
                 poison=POISONS[i % 3],
                 twice=i in (4, 11),
+                seed=int(rng.integers(SEED_LIMIT)) if system == "dcp" else 0,
             )
         )
     return rounds
+
+
+def _script_shapes(system: str, buckets: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(bucket, raw batch) of each scripted round."""
+    main, other = buckets[0], buckets[-1]
+    # Large, small, idle, large over the same buffers.
+    swing = [(main, main), (main, min(3, main)), (main, 0), (main, main)]
+    if system == "padded":
+        # Every raw batch, from both ends in turn, so that each tail was live rows a moment ago.
+        walks = [[(bucket, raw) for raw in _both_ends(bucket)] for bucket in dict.fromkeys(buckets)]
+        return swing + [shape for walk in walks for shape in walk]
+    shapes = []
+    for i in range(SCRIPTED_ROUNDS - len(swing)):
+        bucket = other if i % 3 == 2 else main
+        shapes.append((bucket, (bucket, bucket, bucket, max(bucket - 1, 0), bucket // 2)[i % 5]))
+    return shapes + swing
+
+
+def _both_ends(most: int) -> list[int]:
+    """`most`, 0, `most` - 1, 1, ... until each of 0 to `most` was there."""
+    order: list[int] = []
+    for low in range(most // 2 + 1):
+        order += [most - low, low]
+    return list(dict.fromkeys(order))
 
 
 def _script_lengths(i: int, raw: int, values: Array, context: int) -> Array:
@@ -167,7 +217,7 @@ def _script_lengths(i: int, raw: int, values: Array, context: int) -> Array:
         return np.where(row == 0, context, 1).astype(np.int64)  # one huge request among tiny ones
     if i == 12:
         return np.zeros(raw, np.int64)
-    step = i if i < 9 else SCRIPTED_ROUNDS - i
+    step = i if i < 9 else abs(SCRIPTED_ROUNDS - i)
     return values[(step * 5 + row * 7) % len(values)]
 
 
@@ -176,6 +226,23 @@ def _script_accepts(config: Config, i: int, raw: int) -> tuple[int, ...] | None:
     if config.system.name != "draft_extend" or not pooled_indexer(config.geometry):
         return None
     return tuple(1 + (i + row) % config.geometry.draft_tokens for row in range(raw))
+
+
+def _script_verify_lens(config: Config, i: int, bucket: int, raw: int) -> tuple[int, ...] | None:
+    """1 to N tokens in turn, as far as the graph has room."""
+    if config.system.name != "ragged_verify":
+        return None
+    wanted = 1 + (i + np.arange(raw) * 3) % config.geometry.draft_tokens
+    room = np.array([graph_tokens(config.geometry, bucket)])
+    return tuple(_within(wanted[None, :], room)[0].tolist())
+
+
+def _within(wanted: Array, room: Array) -> Array:
+    """`wanted` [M, B] lengths, 0 for no request, cut to at least 1 so that each row's sum fits into `room` [M]."""
+    extra = np.maximum(wanted - 1, 0)
+    spare = room - (wanted > 0).sum(1)
+    before = np.cumsum(extra, axis=1) - extra
+    return np.where(wanted > 0, 1 + np.clip(spare[:, None] - before, 0, extra), 0)
 
 
 def shortest_seq_len(system: str, geometry: Geometry) -> int:
@@ -216,6 +283,8 @@ def _random(config: Config, rng: np.random.Generator, count: int, generations: A
         ),
         requests=np.where(live, requests, PAD_REQUEST),
         extend_lens=_extend_lens(config, rng, live),
+        verify_lens=_verify_lens(config, rng, bucket, live),
+        seed=rng.integers(0, SEED_LIMIT, size=count) if config.system.name == "dcp" else np.zeros(count, np.int64),
         accept_lens=np.where(live, rng.integers(1, geometry.draft_tokens + 1, size=shape), geometry.draft_tokens),
         remap_rows=remap_rows,
         remap_generations=remap_generations,
@@ -227,6 +296,13 @@ def _extend_lens(config: Config, rng: np.random.Generator, live: npt.NDArray[np.
     n = config.geometry.draft_tokens
     ragged = (rng.random((live.shape[0], 1)) < 0.25) & (not config.geometry.indexer)
     return np.where(ragged & live, rng.integers(0, n + 1, size=live.shape), n)
+
+
+def _verify_lens(config: Config, rng: np.random.Generator, bucket: Array, live: npt.NDArray[np.bool_]) -> Array:
+    if config.system.name != "ragged_verify":
+        return np.zeros(live.shape, np.int64)
+    wanted = np.where(live, rng.integers(1, config.geometry.draft_tokens + 1, size=live.shape), 0)
+    return _within(wanted, np.array([graph_tokens(config.geometry, int(each)) for each in bucket]))
 
 
 def _mostly_first(count: int) -> Array:

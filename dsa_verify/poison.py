@@ -40,9 +40,9 @@ class Poison:
             if region.kind is not Kind.FIELD:
                 region.got.fill_(region.constant)
             elif kind == LOUD:
-                region.got.fill_(LOUD_WORD)
+                region.got[region.kept_rows :].fill_(LOUD_WORD)
             elif kind == PLAUSIBLE:
-                region.got.copy_(plausible_words(region, round_))
+                region.got[region.kept_rows :].copy_(plausible_words(region, round_)[region.kept_rows :])
 
 
 def plausible_words(region: Region, round_: int) -> torch.Tensor:

@@ -25,6 +25,7 @@ class Kind(Enum):
     GUARD = "guard"  # between two buffers of the subject
     BEYOND = "beyond"  # rows of a shared buffer that belong to wider buckets only
     INPUT = "input"  # an input of the subject, against the oracle's copy
+    LAW = "law"  # what a schedule law found, against what it writes where it holds
     ORACLE_GUARD = "oracle guard"  # a hit here is the harness's own fault
 
 
@@ -47,8 +48,9 @@ class Region:
 
     Without `want` every word must equal `constant`. `row_request` maps a row to its request; `want` is read at that
     request's row if `want_per_request`. A word is live iff its row is below `live_rows` and its element column times
-    `column_step` is below the request's `live_bound`; dead words must equal `constant` unless `dead` is STALE.
-    `poisonable`: overwritten before each replay. `low`, `high`: the range a plausible poison is drawn from.
+    `column_step`, plus `column_start`, is below the request's `live_bound`; dead words must equal `constant` unless
+    `dead` is STALE. `poisonable`: overwritten before each replay, but for its first `kept_rows`. `low`, `high`: the
+    range a plausible poison is drawn from.
     """
 
     kind: Kind
@@ -59,12 +61,14 @@ class Region:
     want_per_request: bool = False
     live_bound: torch.Tensor | None = None
     column_step: int = 0
+    column_start: int = 0
     live_rows: torch.Tensor | None = None
     live_rows_extra: int = 0
     words_per_element: int = 1
     dead: Dead = Dead.STALE
     constant: int = 0
     poisonable: bool = False
+    kept_rows: int = 0
     low: int = 0
     high: int = 1
     neighbours: tuple[str | None, str | None] = (None, None)
@@ -112,6 +116,7 @@ def _field_region(field: Field, got: torch.Tensor, want: torch.Tensor, control: 
         want_per_request=field.one_row_per_request,
         live_bound=bounds[field.live] if field.column_step else None,
         column_step=field.column_step,
+        column_start=field.column_start,
         live_rows=control.token_rows if field.live_token_rows else None,
         # A prefix sum has one element more than the rows it sums.
         live_rows_extra=1 if field.row is Row.TOKEN_PREFIX else 0,
@@ -119,6 +124,7 @@ def _field_region(field: Field, got: torch.Tensor, want: torch.Tensor, control: 
         dead=Dead.PAD if field.dead is Dead.PAD else Dead.STALE,
         constant=field.dead_value,
         poisonable=field.lifetime is Lifetime.REPLAY,
+        kept_rows=field.kept_rows,
         low=max(field.low, 0),
         high=field.high,
     )

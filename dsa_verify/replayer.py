@@ -10,25 +10,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Callable, Collection, Iterator
+from typing import Final
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from dsa_verify.allocations import Allocations
 from dsa_verify.arena import TORCH_DTYPES, Arena, Identity
-from dsa_verify.canonical import CanonicalItems
+from dsa_verify.canonical import canonical
 from dsa_verify.compilations import count_compilations
-from dsa_verify.contract import Compare, Layout
+from dsa_verify.contract import Layout
 from dsa_verify.errors import CaptureError, DeviceLost, DsaVerifyError, HarnessError, ReplayError, UsageError
 from dsa_verify.feed import Feed
 from dsa_verify.geometry import Geometry
+from dsa_verify.glue_routing import Route, route
 from dsa_verify.graphs import Backend, Graph
-from dsa_verify.judge import Judge, Phase, Tally
+from dsa_verify.judge import RING_ENTRIES, Judge, Phase, Tally
+from dsa_verify.law_watch import LawWatch
 from dsa_verify.poison import Poison
 from dsa_verify.regions import (
     LOUD_WORD,
@@ -43,12 +42,16 @@ from dsa_verify.regions import (
     rows_are_whole,
 )
 from dsa_verify.rounds import RoundTable
-from dsa_verify.subject import Buffers, Inputs, Subject, SubjectFactory, current_outputs
+from dsa_verify.subject import Buffers, Inputs, Routed, Subject, SubjectFactory, current_outputs
 from dsa_verify.systems import System
 
 ORACLE_WORD: Final = -0x4D4D4D4E  # int32 of 0xB2B2B2B2: what the oracle has not written is no poison of the subject
 # The first call of before_replay may make its constants lazily (contract 3.7); a later one must keep nothing.
 WATCHED_ROUNDS: Final = range(1, 4)
+# Rounds of a bucket whose schedules are held against the laws: all of the scripted ones, then one in so many. A check
+# is a hundred small kernels, more than the rest of a round.
+LAW_ROUNDS, LAW_EVERY = 17, 16
+_CONSTANT_INPUTS: Final = ("full_to_swa",)
 _STICKY: Final = ("illegal memory access", "misaligned address", "device-side assert", "unspecified launch failure")
 
 
@@ -72,6 +75,17 @@ class AddressChange:
     change: str
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WrongRoute:
+    """A replay was prepared in another way than contract 7.4 has for its raw batch."""
+
+    bucket: int
+    round: int
+    raw: int
+    taken: Route
+    expected: Route
+
+
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Lane:
     """Everything of one bucket that a round touches."""
@@ -90,6 +104,10 @@ class Lane:
     judge: Callable[[Phase], None]
     judge_private: Callable[[], None]
     judge_ready: Callable[[], None] | None
+    judge_filled: Callable[[], None] | None
+    judge_laws: Callable[[], None] | None
+    laws: LawWatch
+    routed: Routed | None
     judges: tuple[Judge, ...]
     ledger: dict[str, Identity]
     at_capture: dict[str, torch.Tensor]
@@ -100,7 +118,8 @@ class Replayer:
     """Captures `buckets` on construction; `run` replays a table of rounds, `poll` says what was seen so far.
 
     `capacity`: rounds of one table at most. `remap_slots`: remapped requests of one round at most. `record`: keep
-    what the oracle gave for the capture-time inputs, which the diagnosis compares with.
+    what the oracle gave for the capture-time inputs, which the diagnosis compares with, and judge the inputs before the
+    subject could touch them. `forget`: inputs whose pad tails are not reset.
     """
 
     def __init__(
@@ -114,18 +133,28 @@ class Replayer:
         capacity: int,
         remap_slots: int,
         record: bool = False,
+        forget: Collection[str] = (),
     ):
         self._record = record
         self.system, self.geometry, self.backend = system, geometry, backend
         self.device = backend.device
         self.address_changes: list[AddressChange] = []
+        self.wrong_routes: list[WrongRoute] = []
         self.rounds_run = 0
         self._last: Lane | None = None
         # A graph holds bare addresses: what its body refers to must live as long as the graph.
         self._captured: list[Callable[[], None]] = []
         # Largest first, as engines capture, so that a shared pool fits the later ones.
         order = sorted(buckets, reverse=True)
-        self.feed = Feed(system.name, geometry, order[0], self.device, capacity=capacity, remap_slots=remap_slots)
+        self.feed = Feed(
+            system.name,
+            geometry,
+            order[0],
+            self.device,
+            capacity=capacity,
+            remap_slots=remap_slots,
+            forget=forget,
+        )
         layouts = [system.layout(geometry, bucket) for bucket in order]
         self.arena = Arena(layouts, self.device, LOUD_WORD)
         self.oracle_arena = Arena([layout.for_oracle() for layout in layouts], self.device, ORACLE_WORD)
@@ -147,8 +176,9 @@ class Replayer:
     def run(self, table: RoundTable, *, after_round: Callable[[Lane, int], bool] | None = None) -> None:
         """Replay every round of `table`; stops early when `after_round(lane, row)` returns True."""
         self.feed.upload(table)
-        for i, (bucket, twice) in enumerate(zip(table.bucket.tolist(), table.twice.tolist(), strict=True)):
-            self._round(self.lanes[bucket], bool(twice))
+        rounds = zip(table.bucket.tolist(), table.raw.tolist(), table.twice.tolist(), strict=True)
+        for i, (bucket, raw, twice) in enumerate(rounds):
+            self._round(self.lanes[bucket], raw, bool(twice))
             if after_round is not None and after_round(self.lanes[bucket], i):
                 return
 
@@ -175,21 +205,28 @@ class Replayer:
 
     # One round -------------------------------------------------------------------------------------------------
 
-    def _round(self, lane: Lane, twice: bool) -> None:
+    def _round(self, lane: Lane, raw: int, twice: bool) -> None:
         with _device_errors():
             if lane.rounds and self._last is not lane:
                 lane.judge_private()
             lane.prepare()
+            if lane.judge_filled is not None:
+                lane.judge_filled()
             self._replay_oracle(lane)
-            self._replay_subject(lane)
+            self._replay_subject(lane, raw)
             lane.judge(Phase.REPLAY)
+            if lane.judge_laws is not None and self._law_is_due(lane):
+                lane.judge_laws()
             if twice:
-                self._replay_subject(lane)
+                self._replay_subject(lane, raw)
                 lane.judge(Phase.SECOND_REPLAY)
         self._check_pointers(lane)
         lane.rounds += 1
         self.rounds_run += 1
         self._last = lane
+
+    def _law_is_due(self, lane: Lane) -> bool:
+        return self._record or lane.rounds < LAW_ROUNDS or lane.rounds % LAW_EVERY == 0
 
     def _replay_oracle(self, lane: Lane) -> None:
         try:
@@ -207,21 +244,45 @@ class Replayer:
             graph.replay()
         torch.cuda.current_stream(self.device).wait_stream(self._oracle_stream)
 
-    def _replay_subject(self, lane: Lane) -> None:
+    def _replay_subject(self, lane: Lane, raw: int) -> None:
         stage = "before_replay"
         try:
+            work = self._routed(lane, raw)
             if lane.rounds in WATCHED_ROUNDS:
-                with _Allocations() as watch:
+                with Allocations() as watch:
                     lane.subject.before_replay()
-                watch.check(lane, self.rounds_run)
+                self._refuse_kept(watch, lane)
             else:
                 lane.subject.before_replay()
             if lane.judge_ready is not None:
                 lane.judge_ready()
             stage = "replay"
-            lane.subject_graph.replay()
+            work()
         except Exception as error:
             self._raise_fault(error, stage, lane.bucket)
+
+    def _routed(self, lane: Lane, raw: int) -> Callable[[], None]:
+        """The graph's replay, or the same work done eagerly where the subject takes that route."""
+        subject = lane.routed
+        if subject is None:
+            return lane.subject_graph.replay
+        taken = subject.route(raw)
+        expected = route(subject.release, subject.glue_conditions(raw))
+        if taken is not expected and len(self.wrong_routes) < RING_ENTRIES:
+            wrong = WrongRoute(bucket=lane.bucket, round=self.rounds_run, raw=raw, taken=taken, expected=expected)
+            self.wrong_routes.append(wrong)
+        return lane.subject_graph.replay if taken is Route.GLUE else subject.in_graph
+
+    def _refuse_kept(self, watch: Allocations, lane: Lane) -> None:
+        kept = watch.kept()
+        if kept:
+            name, size = kept[0]
+            message = (
+                f"before_replay keeps {len(kept)} new allocation(s), the first {size} bytes made by {name}; "
+                "write into the captured buffer instead"
+            )
+            kind = "allocates in replay"
+            raise SubjectFault("before_replay", lane.bucket, message, kind=kind, round_=self.rounds_run)
 
     def _check_pointers(self, lane: Lane) -> None:
         """The cheap half of the ledger, every round; `poll` does the rest."""
@@ -248,27 +309,27 @@ class Replayer:
         control, poison_kind = feed.control(bucket)
         buffers, oracle_buffers = self.arena.at(bucket), self.oracle_arena.at(bucket)
         oracle_graph, oracle = self._open_oracle(oracle_inputs, oracle_buffers)
-        at_capture = {name: tensor.cpu().clone() for name, tensor in oracle_buffers.items()} if self._record else {}
+        at_capture = host_copy(oracle_buffers) if self._record else {}
         subject, subject_graph = self._open_subject(bucket, factory, subject_inputs, buffers)
         outputs = current_outputs(subject, buffers)
         raw = field_regions(layout, outputs, oracle_buffers, control)
-        items = {field.name: CanonicalItems(outputs[field.name]) for field in layout if field.compare is Compare.ITEMS}
+        items = canonical(layout, outputs, oracle_buffers)
         copies = {name: item.copy for name, item in items.items()}
         fields = field_regions(layout, {**outputs, **copies}, oracle_buffers, control)
         subject_regions = [*guard_regions(self.arena, Kind.GUARD), *beyond_regions(self.arena, bucket)]
-        judged = [
-            *fields,
-            *subject_regions,
-            *input_regions(subject_inputs, oracle_inputs),
-            *guard_regions(self.oracle_arena, Kind.ORACLE_GUARD),
-        ]
+        all_inputs = input_regions(subject_inputs, oracle_inputs)
+        constants = [region for region in all_inputs if region.name in _CONSTANT_INPUTS]
+        changing = [region for region in all_inputs if region.name not in _CONSTANT_INPUTS]
+        laws = LawWatch(layout, outputs, oracle_buffers)
         ready_names = getattr(subject, "ready_before_graph", ())
-        judge, private, ready = (
+        judge, private, ready, filled, lawful = (
             Judge(regions, self.device, feed.round_index)
             for regions in (
-                judged,
-                private_fields(layout, fields),
+                [*fields, *subject_regions, *changing, *guard_regions(self.oracle_arena, Kind.ORACLE_GUARD)],
+                [*private_fields(layout, fields), *constants],
                 [region for region in fields if region.name in ready_names],
+                changing if self._record else [],
+                laws.regions(),
             )
         )
         poison = Poison([*raw, *subject_regions], self.device, feed.round_index, poison_kind)
@@ -281,6 +342,13 @@ class Replayer:
             for item in items.values():
                 item.update()
             judge.launch(phase)
+
+        def look_at_laws() -> None:
+            laws.update()
+            lawful.launch(Phase.REPLAY)
+
+        def if_any(judge: Judge, body: Callable[[], None]) -> Callable[[], None] | None:
+            return self._harness_graph(body) if judge.regions else None
 
         lane = Lane(
             bucket=bucket,
@@ -296,8 +364,12 @@ class Replayer:
             prepare=self._harness_graph(prepare),
             judge=self._judge_graphs(functools.partial(look, judge)),
             judge_private=self._harness_graph(lambda: look(private, Phase.BEFORE)),
-            judge_ready=self._harness_graph(lambda: look(ready, Phase.BEFORE_GRAPH)) if ready.regions else None,
-            judges=(judge, private, ready),
+            judge_ready=if_any(ready, lambda: look(ready, Phase.BEFORE_GRAPH)),
+            judge_filled=if_any(filled, lambda: filled.launch(Phase.FILLED)),
+            judge_laws=if_any(lawful, look_at_laws),
+            laws=laws,
+            routed=subject if isinstance(subject, Routed) else None,
+            judges=(judge, private, ready, filled, lawful),
             ledger={},
             at_capture=at_capture,
         )
@@ -399,45 +471,6 @@ class Replayer:
         return lambda phase: graphs[phase]()
 
 
-class _Allocations(TorchDispatchMode):
-    """Notes every new storage while it is active; `check` refuses those that somebody still holds afterwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[int, tuple[StorageWeakRef, str, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {_storage_key(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
-        if func.overloadpacket is torch.ops.aten.set_:
-            return result  # takes on a storage that there was already
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and _storage_key(tensor) not in known:
-                storage = tensor.untyped_storage()
-                self._made[_storage_key(tensor)] = (StorageWeakRef(storage), str(func), storage.nbytes())
-        return result
-
-    def check(self, lane: Lane, round_: int) -> None:
-        kept = self._kept()
-        if kept:
-            gc.collect()  # what only a cycle still holds is not kept by the subject
-            kept = self._kept()
-        if kept:
-            name, size = kept[0]
-            message = (
-                f"before_replay keeps {len(kept)} new allocation(s), the first {size} bytes made by {name}; "
-                "write into the captured buffer instead"
-            )
-            raise SubjectFault("before_replay", lane.bucket, message, kind="allocates in replay", round_=round_)
-
-    def _kept(self) -> list[tuple[str, int]]:
-        return [(name, size) for reference, name, size in self._made.values() if not reference.expired()]
-
-
-def _storage_key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 @contextlib.contextmanager
 def _device_errors() -> Iterator[None]:
     try:
@@ -445,6 +478,12 @@ def _device_errors() -> Iterator[None]:
     except RuntimeError as error:
         _raise_if_lost(error)
         raise
+
+
+def host_copy(buffers: Buffers) -> dict[str, torch.Tensor]:
+    """The tensors of `buffers` on the CPU as they are now, float32 as the int32 of its bits."""
+    copies = {name: tensor.cpu().clone() for name, tensor in buffers.items()}
+    return {name: copy.view(torch.int32) if copy.dtype is torch.float32 else copy for name, copy in copies.items()}
 
 
 def _raise_if_lost(error: BaseException) -> None:

@@ -16,33 +16,37 @@ import numpy.typing as npt
 
 from dsa_verify.geometry import DISJOINT_GENERATIONS, Geometry
 from dsa_verify.kpool_rules import check_lengths, live_candidates
+from dsa_verify.ragged_rules import graph_tokens, padded_verify_lens
 from dsa_verify.scenario import POISONS, Round, pooled_indexer
 
 PAD_REQUEST: Final = 0
 PAGE_ID_MULTIPLIER: Final = 0x9E3779B1  # odd, so multiplying permutes the ids modulo a power of two
 
 Array = npt.NDArray[np.int64]
+_COLUMNS: Final = {"req_pool_indices": "requests"}  # where an input is called otherwise than its column
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RoundTable:
     """M rounds, padded to the widest bucket B and the most token rows T. All arrays are int64.
 
-    `bucket`, `raw`, `poison` (index into POISONS), `twice`, `token_rows`: [M]. `seq_lens`, `requests`,
-    `extend_lens`, `accept_lens`, `live_tokens`, `live_candidates`: [M, B]. `row_request`: [M, T], the batch row that
-    owns each token row (0 beyond `token_rows`). `remap_rows`, `remap_generations`: [M, R], row -1 where there is
-    none. `ragged`, `accepts`: whether a round of this system says extend and accept lengths.
+    `bucket`, `raw`, `poison` (index into POISONS), `twice`, `seed`, `token_rows`: [M]. `seq_lens`, `requests`,
+    `extend_lens`, `accept_lens`, `verify_lens`, `live_tokens`, `live_candidates`: [M, B]. `row_request`: [M, T], the
+    batch row that owns each token row (0 beyond `token_rows`). `remap_rows`, `remap_generations`: [M, R], row -1 where
+    there is none. `ragged`, `accepts`, `verifies`: whether rounds of this system say extend, accept, verify lengths.
     """
 
     bucket: Array
     raw: Array
     poison: Array
     twice: Array
+    seed: Array
     token_rows: Array
     seq_lens: Array
     requests: Array
     extend_lens: Array
     accept_lens: Array
+    verify_lens: Array
     live_tokens: Array
     live_candidates: Array
     row_request: Array
@@ -50,9 +54,15 @@ class RoundTable:
     remap_generations: Array
     ragged: bool
     accepts: bool
+    verifies: bool
 
     def __len__(self) -> int:
         return len(self.bucket)
+
+    def drawn(self, name: str) -> Array:
+        """The column that the static input `name` is filled from: [M, B]."""
+        column: Array = getattr(self, _COLUMNS.get(name, name))
+        return column
 
     def rounds(self) -> list[Round]:
         """All rows as `Round`s."""
@@ -67,10 +77,25 @@ class RoundTable:
             requests=tuple(self.requests[i, :raw].tolist()),
             extend_lens=tuple(self.extend_lens[i, :raw].tolist()) if self.ragged else None,
             accept_lens=tuple(self.accept_lens[i, :raw].tolist()) if self.accepts else None,
+            verify_lens=tuple(self.verify_lens[i, :raw].tolist()) if self.verifies else None,
             remap=tuple(int(row) for row in self.remap_rows[i] if row >= 0),
             poison=POISONS[int(self.poison[i])],
             twice=bool(self.twice[i]),
+            seed=int(self.seed[i]),
         )
+
+
+def rows_per_request(system: str, geometry: Geometry) -> int:
+    """Token rows of one request where all requests have as many."""
+    n = geometry.draft_tokens
+    if system == "padded":
+        return {"decode": 1, "verify": n, "draft_block": n - 1, "draft_extend": n}[geometry.padded_mode]
+    return n
+
+
+def token_capacity(system: str, geometry: Geometry, bucket: int) -> int:
+    """Token rows that a graph of `bucket` requests is captured with; G of contract 9 in ragged_verify."""
+    return graph_tokens(geometry, bucket) if system == "ragged_verify" else bucket * rows_per_request(system, geometry)
 
 
 def seq_len_fill(system: str, geometry: Geometry) -> int:
@@ -100,6 +125,7 @@ def tabulate(
     requests = np.full((count, widest_bucket), PAD_REQUEST, np.int64)
     extend_lens = np.full((count, widest_bucket), n, np.int64)
     accept_lens = np.full((count, widest_bucket), n, np.int64)
+    verify_lens = np.zeros((count, widest_bucket), np.int64)
     remap_rows = np.full((count, slots), -1, np.int64)
     remap_generations = np.zeros((count, slots), np.int64)
     for i, round_ in enumerate(rounds):
@@ -112,6 +138,8 @@ def tabulate(
             extend_lens[i, :raw] = round_.extend_lens
         if round_.accept_lens is not None:
             accept_lens[i, :raw] = round_.accept_lens
+        if round_.verify_lens is not None:
+            verify_lens[i, :raw] = round_.verify_lens
         for slot, row in enumerate(dict.fromkeys(round_.remap)):
             generations[row] += 1
             remap_rows[i, slot] = row
@@ -123,10 +151,12 @@ def tabulate(
         raw=np.array([r.raw_batch for r in rounds], np.int64),
         poison=np.array([POISONS.index(r.poison) for r in rounds], np.int64),
         twice=np.array([r.twice for r in rounds], np.int64),
+        seed=np.array([r.seed for r in rounds], np.int64),
         seq_lens=seq_lens,
         requests=requests,
         extend_lens=extend_lens,
         accept_lens=accept_lens,
+        verify_lens=verify_lens,
         remap_rows=remap_rows,
         remap_generations=remap_generations,
     )
@@ -140,23 +170,29 @@ def complete_table(
     raw: Array,
     poison: Array,
     twice: Array,
+    seed: Array,
     seq_lens: Array,
     requests: Array,
     extend_lens: Array,
     accept_lens: Array,
+    verify_lens: Array,
     remap_rows: Array,
     remap_generations: Array,
 ) -> RoundTable:
     """A table from its drawn columns; adds what the contract derives from them (live bounds, token rows)."""
     count, widest = seq_lens.shape
-    n = geometry.draft_tokens
-    # Contract 1.2: in verify the N rows of a request are live up to the length with its whole draft.
-    live_tokens = seq_lens + n if system == "target_verify" else seq_lens
     in_bucket = np.arange(widest)[None, :] < bucket[:, None]
-    per_request = extend_lens if system == "draft_extend" else np.full_like(extend_lens, n)
-    owned = np.where(in_bucket, per_request, 0)
+    if system == "draft_extend":
+        owned = extend_lens
+    elif system == "ragged_verify":
+        owned = padded_verify_lens(geometry, bucket, raw, verify_lens)
+    else:
+        owned = np.full_like(extend_lens, rows_per_request(system, geometry))
+    # Contract 1.2, 9: in verify the rows of a request are live up to the length with its whole draft.
+    live_tokens = seq_lens + owned if system in ("target_verify", "ragged_verify") else seq_lens
+    owned = np.where(in_bucket, owned, 0)
     token_rows = owned.sum(1)
-    row_request = np.zeros((count, widest * n), np.int64)
+    row_request = np.zeros((count, token_capacity(system, geometry, widest)), np.int64)
     if system != "decode":
         for i in range(count):
             row_request[i, : token_rows[i]] = np.repeat(np.arange(widest), owned[i])
@@ -165,11 +201,13 @@ def complete_table(
         raw=raw,
         poison=poison,
         twice=twice,
+        seed=seed,
         token_rows=token_rows,
         seq_lens=seq_lens,
         requests=requests,
         extend_lens=extend_lens,
         accept_lens=accept_lens,
+        verify_lens=verify_lens,
         live_tokens=live_tokens,
         live_candidates=_live_candidates(system, geometry, raw, seq_lens, accept_lens),
         row_request=row_request,
@@ -177,6 +215,7 @@ def complete_table(
         remap_generations=remap_generations,
         ragged=system == "draft_extend" and not geometry.indexer,
         accepts=system == "draft_extend" and pooled_indexer(geometry),
+        verifies=system == "ragged_verify",
     )
 
 

@@ -15,13 +15,15 @@ from typing import Any, Final
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import MAX_BATCH, PRESETS, Geometry
 from dsa_verify.kpool_rules import check_lengths
+from dsa_verify.ragged_rules import check_verify_lens
 
 CASE_SCHEMA: Final = 1
 MAX_ROUNDS_IN_A_CASE: Final = 65_536
 MAX_BUCKETS: Final = 64
+SEED_LIMIT: Final = 1 << 31
 MAX_INTEGER_DIGITS: Final = 32  # more than any limit here has
 POISONS: Final = ("loud", "plausible", "stale")
-BASIC_SYSTEMS: Final = ("decode", "target_verify", "draft_extend", "mtp")
+KNOWN_SYSTEMS: Final = ("decode", "target_verify", "draft_extend", "mtp", "padded", "ragged_verify", "dcp")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +34,9 @@ class Round:
     the raw batch), lengths in tokens and rows of `req_to_token`. `extend_lens`: draft-extend only, tokens of each
     request, all N where it is None. `accept_lens`: draft-extend with a pooled indexer only, accepted tokens of each
     request, 1 to N, all N where it is None. `remap`: request rows that move to other pages before this round.
+    `verify_lens`: ragged_verify only, tokens to verify of each request, 1 to N (contract 9).
     `poison`: what the outputs hold before the replay. `twice`: replay the subject a second time on the same inputs;
-    nothing may change.
+    nothing may change. `seed`: dcp only, what the values that a round does not list are hashed from (expand.py).
     """
 
     bucket: int
@@ -41,9 +44,11 @@ class Round:
     requests: tuple[int, ...]
     extend_lens: tuple[int, ...] | None = None
     accept_lens: tuple[int, ...] | None = None
+    verify_lens: tuple[int, ...] | None = None
     remap: tuple[int, ...] = ()
     poison: str = "loud"
     twice: bool = False
+    seed: int = 0
 
     @property
     def raw_batch(self) -> int:
@@ -106,11 +111,11 @@ def parse_case(text: str, *, name: str = "") -> Scenario:
     if schema != CASE_SCHEMA:
         raise UsageError(f"schema: {schema} is not {CASE_SCHEMA}, the one this version reads; update dsa-verify")
     body.only("schema", "system", "preset", "geometry", "buckets", "seed", "subject", "fault", "found", "rounds")
-    system = body.choice("system", BASIC_SYSTEMS)
+    system = body.choice("system", KNOWN_SYSTEMS)
     overrides = _Reader(body.get("geometry", dict, {}), "geometry")
     overrides.only(*(field.name for field in dataclasses.fields(Geometry) if field.name != "preset"))
     geometry = Geometry.resolve(body.choice("preset", list(PRESETS)), overrides.data, where="geometry.")
-    if system in ("decode", "mtp") and geometry.draft_tokens != 1:
+    if system in ("decode", "mtp", "dcp") and geometry.draft_tokens != 1:
         raise UsageError(f"geometry.draft_tokens: {geometry.draft_tokens} has no effect in {system}; remove it")
     buckets = body.integers("buckets", 1, MAX_BATCH, "the largest batch", MAX_BUCKETS)
     if not buckets:
@@ -164,7 +169,18 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _read_round(data: Any, path: str, system: str, geometry: Geometry, buckets: Sequence[int]) -> Round:
     body = _Reader(data, path)
-    body.only("bucket", "seq_lens", "requests", "extend_lens", "accept_lens", "remap", "poison", "twice")
+    body.only(
+        "bucket",
+        "seq_lens",
+        "requests",
+        "extend_lens",
+        "accept_lens",
+        "verify_lens",
+        "remap",
+        "poison",
+        "twice",
+        "seed",
+    )
     bucket = body.integer("bucket", 1, MAX_BATCH)
     if bucket not in buckets:
         raise UsageError(f"{path}.bucket: {bucket} is not captured; buckets are {list(buckets)}, add it there")
@@ -177,7 +193,16 @@ def _read_round(data: Any, path: str, system: str, geometry: Geometry, buckets: 
         check_lengths(system, geometry, seq_lens, where=f"{path}.")  # type: ignore[arg-type]
     extend_lens = _read_optional_lens(body, "extend_lens", 0, geometry, not_for=_why_not_ragged(system, geometry))
     accept_lens = _read_optional_lens(body, "accept_lens", 1, geometry, not_for=_why_no_accepts(system, geometry))
-    for key, values in (("requests", requests), ("extend_lens", extend_lens), ("accept_lens", accept_lens)):
+    verify_lens = _read_optional_lens(body, "verify_lens", 1, geometry, not_for=_why_no_verify_lens(system))
+    if system == "ragged_verify":
+        check_verify_lens(geometry, bucket, verify_lens, where=f"{path}.")
+    per_request = {
+        "requests": requests,
+        "extend_lens": extend_lens,
+        "accept_lens": accept_lens,
+        "verify_lens": verify_lens,
+    }
+    for key, values in per_request.items():
         if values is not None and len(values) != len(seq_lens):
             raise UsageError(f"{path}.{key}: {len(values)} entries for {len(seq_lens)} seq_lens; give one a request")
     return Round(
@@ -186,10 +211,12 @@ def _read_round(data: Any, path: str, system: str, geometry: Geometry, buckets: 
         requests=requests,
         extend_lens=extend_lens,
         accept_lens=accept_lens,
+        verify_lens=verify_lens,
         # Row 0 is the pad request and stays all zero (contract 0.1).
         remap=body.integers("remap", 1, rows - 1, "the last request row", default=()),
         poison=body.choice("poison", POISONS, default="loud"),
         twice=body.get("twice", bool, False),
+        seed=_read_seed(body, system),
     )
 
 
@@ -212,6 +239,16 @@ def _why_no_accepts(system: str, geometry: Geometry) -> str | None:
     return None
 
 
+def _read_seed(body: _Reader, system: str) -> int:
+    if "seed" in body.data and system != "dcp":
+        raise UsageError(f"{body.at('seed')}: has no effect in {system}; remove it")
+    return body.integer("seed", 0, SEED_LIMIT - 1, 0)
+
+
+def _why_no_verify_lens(system: str) -> str | None:
+    return None if system == "ragged_verify" else f"has no effect in {system}; remove it"
+
+
 def _read_optional_lens(
     body: _Reader, key: str, low: int, geometry: Geometry, *, not_for: str | None
 ) -> tuple[int, ...] | None:
@@ -229,13 +266,15 @@ def _round_to_dict(round_: Round) -> dict[str, Any]:
         "requests": round_.requests,
         "poison": round_.poison,
     }
-    for key in ("extend_lens", "accept_lens"):
+    for key in ("extend_lens", "accept_lens", "verify_lens"):
         if (lens := getattr(round_, key)) is not None:
             data[key] = lens
     if round_.remap:
         data["remap"] = round_.remap
     if round_.twice:
         data["twice"] = True
+    if round_.seed:
+        data["seed"] = round_.seed
     return data
 
 

@@ -16,6 +16,7 @@ import torch
 from dsa_verify.contract import Layout
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import Geometry
+from dsa_verify.glue_routing import GlueConditions, Release, Route
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,12 @@ class Inputs:
     `seq_lens`, `req_pool_indices`: [bucket], int64 or int32, possibly strided. `req_to_token`: int32 [request rows,
     token columns], possibly strided by rows. `extend_lens`: int32 [bucket], draft-extend only. `accept_lens`: int32
     [bucket], accepted tokens, draft-extend with a pooled indexer only. Contract 0.1.
+
+    `verify_lens`: int32 [bucket], tokens to verify, ragged_verify only (contract 9). `out_cache_loc`: int64 [token
+    rows], the slot each token is written to, padded and dcp only. `full_to_swa`: int32 [slots + 1], constant, padded
+    only (contract 7.1). dcp only (contract 8): `kv_rows` int32 [bucket, 4], what is written there; `selection` int32
+    [bucket, topk], slots or -1; `partial_out` float32 [D, bucket, heads, head_dim], `partial_lse` float32 [D, bucket,
+    heads].
     """
 
     seq_lens: torch.Tensor
@@ -32,6 +39,13 @@ class Inputs:
     req_to_token: torch.Tensor
     extend_lens: torch.Tensor | None = None
     accept_lens: torch.Tensor | None = None
+    verify_lens: torch.Tensor | None = None
+    out_cache_loc: torch.Tensor | None = None
+    full_to_swa: torch.Tensor | None = None
+    kv_rows: torch.Tensor | None = None
+    selection: torch.Tensor | None = None
+    partial_out: torch.Tensor | None = None
+    partial_lse: torch.Tensor | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The inputs that this system has, by name."""
@@ -81,6 +95,18 @@ class Subject(Protocol):
     def before_replay(self) -> None: ...
 
     def in_graph(self) -> None: ...
+
+
+@runtime_checkable
+class Routed(Subject, Protocol):
+    """What a subject has besides if it does not always replay its graph: the verifier asks `route` before each replay,
+    runs `in_graph` eagerly where that says so, and holds it against contract 7.4 under `glue_conditions`."""
+
+    release: Release
+
+    def route(self, raw_batch: int) -> Route: ...
+
+    def glue_conditions(self, raw_batch: int) -> GlueConditions: ...
 
 
 SubjectFactory = Callable[[], Subject]

@@ -14,7 +14,7 @@ from typing import Final
 from dsa_verify.contract import Layout
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import Geometry
-from dsa_verify.layouts import basic, mtp
+from dsa_verify.layouts import basic, dcp, mtp, padded, ragged_verify
 from dsa_verify.subject import Subject, SubjectFactory, load_attribute
 
 ENTRY_POINT_GROUP: Final = "dsa_verify.subjects"
@@ -25,7 +25,8 @@ DEFAULT_SUBJECT: Final = "triton"
 class System:
     """`layout(geometry, bucket)`; `oracle` and `subjects` are `module:attribute` references to Subject factories.
 
-    `by_default`: whether a run that names no system includes it.
+    `by_default`: whether a run that names no system includes it. `presets`: the geometry that a run which names none
+    uses, on a CUDA device and on a CPU.
     """
 
     name: str
@@ -35,6 +36,11 @@ class System:
     subjects: Mapping[str, str]
     drafts: bool
     by_default: bool = True
+    presets: tuple[str, str] = ("deepseek_v32", "tiny")
+
+    def preset(self, device_type: str) -> str:
+        """The name of the preset for a device of this type."""
+        return self.presets[0] if device_type == "cuda" else self.presets[1]
 
     def make_oracle(self) -> Subject:
         oracle: Subject = load_attribute(self.oracle)()
@@ -60,6 +66,9 @@ SYSTEMS: Final[dict[str, System]] = {
             "out_of_graph": "dsa_verify.pipelines.schedule_life:OutOfGraph",
             "cached": "dsa_verify.pipelines.schedule_life:Cached",
             "residual": "dsa_verify.pipelines.schedule_life:Residual",
+            "in_graph": "dsa_verify.pipelines.in_graph_verify:InGraphSubject",
+            "in_graph_residual": "dsa_verify.pipelines.in_graph_verify:InGraphResidualSubject",
+            "deep_gemm": "dsa_verify.adapters.deep_gemm_verify:DeepGemmVerify",
         },
         drafts=True,
     ),
@@ -70,6 +79,37 @@ SYSTEMS: Final[dict[str, System]] = {
         oracle="oracles.draft_extend:DraftExtendOracle",
         subjects={"triton": "dsa_verify.pipelines.basic:DraftExtend"},
         drafts=True,
+    ),
+    "ragged_verify": System(
+        name="ragged_verify",
+        summary="1 to N draft tokens a request, verified by the target model, padded to G token rows (contract 9)",
+        layout=ragged_verify.ragged_verify,
+        oracle="oracles.ragged_verify:RaggedVerifyOracle",
+        subjects={"triton": "dsa_verify.pipelines.ragged_verify:RaggedVerify"},
+        drafts=True,
+        by_default=False,
+    ),
+    "padded": System(
+        name="padded",
+        summary="DSV4-style metadata, full width, at every raw batch (contract 7)",
+        layout=padded.padded,
+        oracle="oracles.padded:PaddedOracle",
+        subjects={
+            "triton": "dsa_verify.pipelines.padded:Padded",
+            "glue": "dsa_verify.pipelines.padded_glue:Glued",
+        },
+        drafts=True,
+        by_default=False,
+        presets=("deepseek_v4", "tiny_v4"),
+    ),
+    "dcp": System(
+        name="dcp",
+        summary="decode context parallelism, all ranks on one device (contract 8)",
+        layout=dcp.dcp,
+        oracle="oracles.dcp:DcpOracle",
+        subjects={"triton": "dsa_verify.pipelines.dcp:Dcp"},
+        drafts=False,
+        by_default=False,
     ),
     "mtp": System(
         name="mtp",

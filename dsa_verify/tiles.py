@@ -89,6 +89,8 @@ def _describe(region: Region) -> list[int]:
         int(region.kind is Kind.FIELD),
         region.low,
         min(max(region.high - region.low, 1), 0x7FFFFFFF),
+        region.column_start,
+        region.kept_rows,
     ]
     return row + [0] * (_COLUMNS - len(row))
 
@@ -150,7 +152,7 @@ def _judge_kernel(
     if live_tokens_address != 0:
         bound = tl.load(live_tokens_address.to(tl.pointer_type(tl.int32)) + request, mask=live, other=0)
         column = word // words_per_element.to(tl.int32)
-        live = live & (column.to(tl.int64) * column_step < bound)
+        live = live & (tl.load(entry + 18) + column.to(tl.int64) * column_step < bound)
     checked = live
     if check_dead != 0:
         checked = inside
@@ -208,7 +210,7 @@ def _poison_kernel(
     value = tl.where(poison == 0, loud, plausible.to(tl.int32))
     value = tl.where(is_field != 0, value, constant)
     if (is_field == 0) | (poison != 2):
-        tl.store(base + row * stride + word, value, mask=row < rows)
+        tl.store(base + row * stride + word, value, mask=(row < rows) & (row >= tl.load(entry + 19)))
 
 
 KERNELS: tuple[Any, ...] = (_judge_kernel, _poison_kernel)

@@ -19,7 +19,7 @@ from dsa_verify.errors import DeviceLost, UsageError
 from dsa_verify.findings import Finding
 from dsa_verify.geometry import Geometry
 from dsa_verify.graphs import open_backend
-from dsa_verify.matrix import SCRIPTED_ROUNDS, Config, diagnostic_matrix
+from dsa_verify.matrix import Config, diagnostic_matrix
 from dsa_verify.runs import Run, Runner, Subject, open_run
 from dsa_verify.scenario import read_case
 from dsa_verify.systems import get_system
@@ -42,8 +42,9 @@ class Session:
 class Verification:
     """Verifies subjects on `device`.
 
-    `preset`, `rounds` (a configuration) and `seed` are what `verify` uses where it is not told otherwise; cases of
-    findings go to `folder`, relative to the session's directory. `rounds_checked` counts those of this process.
+    `preset`, `rounds` (a configuration) and `seed` are what `verify` uses where it is not told otherwise (None: what
+    the system has); cases of findings go to `folder`, relative to the session's directory. `rounds_checked` counts
+    those of this process.
     """
 
     def __init__(
@@ -57,8 +58,7 @@ class Verification:
         session: Session,
     ):
         self.device = device
-        self.preset = preset or ("tiny" if device.type == "cpu" else "deepseek_v32")
-        self.rounds = rounds or SCRIPTED_ROUNDS
+        self.preset, self.rounds = preset, rounds
         self.seed = seed
         self.rounds_checked = 0
         self._folder = folder
@@ -122,7 +122,7 @@ class Verification:
             raise UsageError(f"rounds: {rounds} would verify nothing; give 1 or more")
         return diagnostic_matrix(
             known,
-            Geometry.resolve(preset or self.preset, geometry),
+            Geometry.resolve(preset or self.preset or known.preset(self.device.type), geometry),
             rounds=rounds or self.rounds,
             seed=self.seed,
             batches=batches or TEST_BATCHES,

@@ -126,6 +126,7 @@ def _replay(replayer: Replayer, table: RoundTable, on_rounds: Callable[[int], No
 def _first_wrong_round(replayer: Replayer, tallies: Mapping[int, Tally]) -> int | None:
     rounds = [difference.round for tally in tallies.values() for difference in tally.first]
     rounds += [change.round for change in replayer.address_changes]
+    rounds += [wrong.round for wrong in replayer.wrong_routes]
     return min(rounds, default=None)
 
 

@@ -24,7 +24,7 @@ from dsa_verify.errors import (
 from dsa_verify.findings import Diagnosis
 from dsa_verify.geometry import Geometry
 from dsa_verify.graphs import Backend, open_backend
-from dsa_verify.matrix import SCRIPTED_ROUNDS, Config, diagnostic_matrix
+from dsa_verify.matrix import Config, diagnostic_matrix
 from dsa_verify.report import document, junit
 from dsa_verify.report.terminal import Terminal
 from dsa_verify.runs import Run, Runner, open_run
@@ -172,9 +172,7 @@ def _cases_plan(options: Options, scenarios: Sequence[Scenario]) -> list[_Case]:
 
 
 def _matrix_plan(options: Options, backend: Backend) -> list[_Matrix]:
-    preset = options.preset or ("deepseek_v32" if backend.device.type == "cuda" else "tiny")
     settings = dict(_setting(text) for text in options.settings)
-    geometry = Geometry.resolve(preset, settings)
     names = options.systems or tuple(name for name, system in SYSTEMS.items() if system.by_default)
     plan = []
     for name in dict.fromkeys(names):
@@ -185,8 +183,8 @@ def _matrix_plan(options: Options, backend: Backend) -> list[_Matrix]:
             continue
         configs = diagnostic_matrix(
             system,
-            geometry,
-            rounds=SCRIPTED_ROUNDS if options.rounds is None else options.rounds,
+            Geometry.resolve(options.preset or system.preset(backend.device.type), settings),
+            rounds=options.rounds,
             seed=options.seed,
             batches=options.batches or None,
             drafts=options.drafts or None,

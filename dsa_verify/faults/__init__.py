@@ -16,6 +16,7 @@ from dsa_verify.errors import UsageError
 from dsa_verify.faults import conduct, inputs, outputs
 from dsa_verify.faults.wrapper import Wrapper
 from dsa_verify.findings import Diagnosis
+from dsa_verify.static_inputs import static_inputs
 from dsa_verify.subject import Subject, SubjectFactory
 
 _ALL: Final = ("decode", "target_verify", "draft_extend")
@@ -24,7 +25,9 @@ _DRAFTS: Final = ("target_verify", "draft_extend")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """`wrap(inner, field)` spoils `inner`; `field` is its default target. `diagnoses`: what it may be called."""
+    """`wrap(inner, field)` spoils `inner`; `field` is its default target. `diagnoses`: what it may be called.
+    `of_input`: the target is a static input, which the engine's preparation (our registry) does not reset.
+    """
 
     name: str
     summary: str
@@ -32,6 +35,7 @@ class Fault:
     diagnoses: frozenset[Diagnosis]
     field: str = ""
     systems: tuple[str, ...] = _ALL
+    of_input: bool = False
 
 
 def _fault(name: str, summary: str, wrap: type[Wrapper], *diagnoses: Diagnosis, **rest: object) -> Fault:
@@ -49,6 +53,7 @@ FAULTS: Final[dict[str, Fault]] = {
             D.NEVER_WRITTEN,
             D.STALE,
             field="dsa_cache_seqlens_int32",
+            systems=(*_ALL, "ragged_verify"),
         ),
         _fault(
             "not_refreshed",
@@ -57,6 +62,17 @@ FAULTS: Final[dict[str, Fault]] = {
             D.STALE,
             D.NEVER_WRITTEN,
             field="real_page_table",
+            systems=(*_ALL, "ragged_verify"),
+        ),
+        _fault(
+            "stale_draft_steps",
+            "the copy to three draft steps leaves their schedules and top-k plans as captured",
+            outputs.StaleDraftSteps,
+            D.STALE,
+            D.NEVER_WRITTEN,
+            D.FROZEN,
+            field=f"step{outputs.FUSED_STEPS - 1}_paged_mqa_schedule_metadata",
+            systems=("mtp",),
         ),
         _fault(
             "off_by_one_page",
@@ -71,7 +87,7 @@ FAULTS: Final[dict[str, Fault]] = {
             outputs.WrongDraftOffset,
             D.DRAFT_OFFSET,
             field="dsa_seqlens_expanded",
-            systems=_DRAFTS,
+            systems=(*_DRAFTS, "ragged_verify"),
         ),
         _fault(
             "rows_rolled",
@@ -87,6 +103,7 @@ FAULTS: Final[dict[str, Fault]] = {
             D.NEVER_WRITTEN,
             D.STALE,
             field="cache_seqlens_int32",
+            systems=(*_ALL, "ragged_verify"),
         ),
         _fault(
             "unclamped_length",
@@ -168,6 +185,22 @@ FAULTS: Final[dict[str, Fault]] = {
             inputs.InputOverwritten,
             D.INPUT_OVERWRITTEN,
         ),
+        _fault(
+            "tail_not_reset",
+            "pad rows of one input keep what larger batches left there",
+            Wrapper,
+            D.TAIL_NOT_RESET,
+            field="seq_lens",
+            systems=(*_ALL, "mtp", "padded", "ragged_verify", "dcp"),
+            of_input=True,
+        ),
+        _fault(
+            "glues_idle",
+            "an idle batch is prepared by the captured graph (subjects that have a route)",
+            conduct.GluesIdle,
+            D.WRONG_ROUTE,
+            systems=("padded",),
+        ),
         _fault("raises_in_capture", "in_graph raises", conduct.RaisesInCapture, D.RAISES),
         _fault(
             "synchronises_in_capture",
@@ -192,7 +225,7 @@ FAULTS: Final[dict[str, Fault]] = {
             "lost_device",
             "a replay ends in an illegal memory access",
             conduct.IllegalAccess,
-            systems=(*_ALL, "mtp"),
+            systems=(*_ALL, "ragged_verify", "mtp"),
         ),
     )
 }
@@ -214,9 +247,22 @@ def get_fault(reference: str) -> tuple[Fault, str]:
     return fault, field or fault.field
 
 
+def forgotten_inputs(reference: str | None) -> frozenset[str]:
+    """The static inputs whose pad tails the fault `NAME:FIELD` leaves alone."""
+    if reference is None:
+        return frozenset()
+    fault, field = get_fault(reference)
+    return frozenset({field}) if fault.of_input else frozenset()
+
+
 def check_field(reference: str, layouts: Sequence[Layout]) -> None:
-    """UsageError unless a fault `NAME:FIELD` finds its field in one of `layouts`, written by replays."""
-    field = get_fault(reference)[1]
+    """UsageError unless a fault `NAME:FIELD` finds its field in one of `layouts`, written by replays, or its input."""
+    fault, field = get_fault(reference)
+    if fault.of_input:
+        names = [spec.name for spec in static_inputs(layouts[0].system, layouts[0].geometry)]
+        if field not in names:
+            raise UsageError(f"fault input {field!r} is not in {layouts[0].system}; its inputs: {', '.join(names)}")
+        return
     holding = [layout for layout in layouts if field in layout]
     if field and not holding:
         known = ", ".join(each.name for each in max(layouts, key=lambda layout: len(layout.fields)))
@@ -233,7 +279,7 @@ def plant(reference: str, factory: SubjectFactory, system: str | None = None) ->
     siblings: list[Wrapper] = []
 
     def make() -> Subject:
-        wrapper = fault.wrap(factory(), field)
+        wrapper = fault.wrap(factory(), "" if fault.of_input else field)
         wrapper.siblings = siblings
         siblings.append(wrapper)
         return wrapper

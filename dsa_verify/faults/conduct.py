@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from dsa_verify.errors import UsageError
 from dsa_verify.faults.wrapper import Wrapper
 from dsa_verify.geometry import Geometry
-from dsa_verify.subject import Buffers, Inputs, Subject
+from dsa_verify.glue_routing import Route
+from dsa_verify.subject import Buffers, Inputs, Routed, Subject
 
 FAR_BEYOND = 1 << 40  # elements: no address space of a device reaches there
 FIRST_ROUNDS = 3  # replays before a fault of conduct strikes; the warm-up makes the first two
+
+
+class GluesIdle(Wrapper):
+    """An idle batch goes through the graph as any other does."""
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        if not isinstance(self.inner, Routed):
+            raise UsageError(
+                f"fault 'glues_idle' has no effect on subject {self.inner.name!r}, which has no route; use subject glue"
+            )
+        super().allocate(geometry, inputs, buffers)
+
+    def route_of(self, inner: Routed) -> Callable[[int], Route]:
+        return lambda raw_batch: Route.GLUE if raw_batch == 0 else inner.route(raw_batch)
 
 
 class RaisesInCapture(Wrapper):

@@ -8,8 +8,10 @@ import torch
 
 from dsa_verify.faults.wrapper import Wrapper
 from dsa_verify.geometry import Geometry
+from dsa_verify.layouts.indexer import destination_prefix
 from dsa_verify.subject import Buffers, Inputs
 
+FUSED_STEPS = 3  # destinations of the fused copy
 SMUGGLED = 7  # what is written where nothing may be
 
 
@@ -46,6 +48,29 @@ class NotRefreshed(Wrapper):
         work()
         self._runs[run].add_(1)
         self.target.copy_(torch.where(self._runs[run] > 1, kept, self.target))
+
+
+class StaleDraftSteps(Wrapper):
+    """The copy to three destinations refreshes neither their schedule nor their top-k plan: both stay what capture made
+    (contract 2.3)."""
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        super().allocate(geometry, inputs, buffers)
+        names = [
+            destination_prefix(step) + name
+            for step in range(FUSED_STEPS)
+            for name in ("paged_mqa_schedule_metadata", "topk_v2_plan")
+        ]
+        self._stale = [name for name in names if name in buffers.layout]
+        self._runs = torch.full((1,), -2, dtype=torch.int32, device=inputs.seq_lens.device)
+
+    def in_graph(self) -> None:
+        outputs = self.outputs()
+        kept = {name: outputs[name].clone() for name in self._stale}
+        self.inner.in_graph()
+        self._runs.add_(1)
+        for name, tensor in kept.items():
+            outputs[name].copy_(torch.where(self._runs > 0, tensor, outputs[name]))
 
 
 class OffByOne(Wrapper):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from dsa_verify.geometry import Geometry
-from dsa_verify.subject import Buffers, Inputs, Subject, current_outputs
+from dsa_verify.glue_routing import Route
+from dsa_verify.subject import Buffers, Inputs, Routed, Subject, current_outputs
 
 
 class Wrapper:
@@ -28,6 +29,13 @@ class Wrapper:
                 setattr(self, name, getattr(self.inner, name))
         # What the verifier asks of a subject beyond the protocol, it must be able to ask through the fault.
         self.ready_before_graph: tuple[str, ...] = getattr(self.inner, "ready_before_graph", ())
+        if isinstance(self.inner, Routed):
+            self.release, self.glue_conditions = self.inner.release, self.inner.glue_conditions
+            self.route = self.route_of(self.inner)
+
+    def route_of(self, inner: Routed) -> Callable[[int], Route]:
+        """The `route` of a subject that has one."""
+        return inner.route
 
     def inputs_for_inner(self, inputs: Inputs) -> Inputs:
         return inputs

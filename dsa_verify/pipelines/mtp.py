@@ -16,13 +16,12 @@ from dsa_verify.errors import UsageError
 from dsa_verify.geometry import Geometry
 from dsa_verify.layouts import basic
 from dsa_verify.layouts.indexer import WRITE_PLAN
-from dsa_verify.layouts.mtp import destination_buffers, destinations
+from dsa_verify.layouts.mtp import SUMS, destination_buffers, destinations
 from dsa_verify.pipelines.basic import COLUMN_BLOCK, INTERPRETED_GROUP, REQUEST_LANES, TABLE_PROGRAMS, Decode
 from dsa_verify.pipelines.indexer import IndexerMetadata
 from dsa_verify.pipelines.mtp_kernel import copy_kernel
 from dsa_verify.subject import Buffers, Inputs
 
-SUMS: Final = ("cu_seqlens_k", "dsa_cu_seqlens_k")
 FUSED: Final = 3  # destinations of one launch, where so many are left
 # What a sibling copy moves after the base copy, in this order, where the layout has it (contract 2.4).
 OPTIONAL: Final = (
@@ -148,16 +147,12 @@ class _Steps:
         self._recompute = [Decode() for _ in self._targets]
         for recompute, target in zip(self._recompute, self._targets, strict=True):
             recompute.allocate(geometry, inputs, target)
-        self._heads = [target[name][:1] for target in self._targets for name in SUMS]
-        self._write_heads()
+        for target in self._targets:
+            for name in SUMS:
+                target[name][:1].zero_()  # no copy carries element 0 (contract 2.2)
 
     def before_replay(self) -> None:
         pass
-
-    def _write_heads(self) -> None:
-        """No copy carries element 0 of a sum. The capture's 0 would do, were the outputs not poisoned since."""
-        for head in self._heads:
-            head.zero_()
 
 
 class Mtp(_Steps):
@@ -178,29 +173,9 @@ class Mtp(_Steps):
             count = FUSED if len(left) >= FUSED else 1
             fused_copy(self._record, left[:count])
             left = left[count:]
-        self._write_heads()
         if self._geometry.indexer:
-            for step in range(len(self._targets)):
-                self._refresh_indexer(step)
-
-    def _refresh_indexer(self, step: int) -> None:
-        self._indexers[step].refresh()
-
-
-class Published(Mtp):
-    """The gap of contract 2.3, to be caught: with three or more destinations the first three keep the schedule and the
-    top-k plan that they had."""
-
-    name = "published"
-
-    def _refresh_indexer(self, step: int) -> None:
-        target = self._targets[step]
-        stale = len(self._targets) >= FUSED and step < FUSED
-        names = ("paged_mqa_schedule_metadata", "topk_v2_plan") if stale else ()
-        kept = {name: target[name].clone() for name in names if name in target}
-        super()._refresh_indexer(step)
-        for name, tensor in kept.items():
-            target[name].copy_(tensor)
+            for indexer in self._indexers:
+                indexer.refresh()
 
 
 class Sibling(_Steps):
@@ -224,7 +199,6 @@ class Sibling(_Steps):
             else:
                 recompute.in_graph()
             destination.fresh = True
-        self._write_heads()
 
 
 def sibling_copy(source: Buffers, target: Buffers) -> None:

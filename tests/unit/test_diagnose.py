@@ -50,6 +50,7 @@ def moment(
     return Moment(
         round=round_,
         bucket=BUCKET,
+        raw=BUCKET,
         seq_lens=seq_lens,
         requests=requests,
         row_request=tuple(np.repeat(np.arange(BUCKET), N).tolist()),

@@ -34,6 +34,7 @@ class Shape:
     mapped: bool
     per_request: bool
     column_step: int
+    column_start: int
     live_rows: bool
     extra: int
     dead: Dead
@@ -52,6 +53,7 @@ shapes = st.builds(
     mapped=st.booleans(),
     per_request=st.booleans(),
     column_step=st.sampled_from([0, 1, 4]),
+    column_start=st.sampled_from([0, 0, 3]),
     live_rows=st.booleans(),
     extra=st.sampled_from([0, 1]),
     dead=st.sampled_from([Dead.STALE, Dead.PAD]),
@@ -86,6 +88,7 @@ def make_region(shape: Shape) -> Region:
             if shape.column_step
             else None,
             column_step=shape.column_step,
+            column_start=shape.column_start,
             live_rows=on_device(rng.integers(0, shape.rows + 1, 1)) if shape.live_rows else None,
             live_rows_extra=shape.extra,
             words_per_element=shape.words_per_element,
@@ -113,7 +116,7 @@ def reference_words(region: Region) -> tuple[np.ndarray, np.ndarray]:
             column = word // region.words_per_element
             live = want is not None
             live = live and (live_rows is None or row < live_rows)
-            live = live and (bounds is None or column * region.column_step < bounds[request])
+            live = live and (bounds is None or region.column_start + column * region.column_step < bounds[request])
             if live:
                 expected[row, word] = want[request if region.want_per_request else row, word]
             checked[row, word] = live or want is None or region.dead is Dead.PAD
@@ -175,6 +178,7 @@ FIXED = Shape(
     mapped=True,
     per_request=True,
     column_step=4,
+    column_start=0,
     live_rows=True,
     extra=0,
     dead=Dead.STALE,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support import backend
 
 from dsa_verify.errors import UsageError
-from dsa_verify.geometry import INDEX_DTYPES, INPUT_VIEWS, Geometry
+from dsa_verify.geometry import INDEX_DTYPES, INPUT_VIEWS, PADDED_MODES, Geometry
 from dsa_verify.job import Job
 from dsa_verify.matrix import (
     CHUNK_ROUNDS,
@@ -28,7 +28,9 @@ from dsa_verify.rounds import RoundTable, tabulate
 from dsa_verify.scenario import POISONS, Round, parse_case
 from dsa_verify.systems import SYSTEMS, System
 
-systems = pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
+# `padded` has a matrix of its own shape, see below.
+ALIKE = {name: system for name, system in SYSTEMS.items() if name != "padded"}
+systems = pytest.mark.parametrize("system", ALIKE.values(), ids=ALIKE)
 PRESETS = ("tiny", "deepseek_v32", "glm53_flash")
 
 
@@ -99,7 +101,8 @@ def test_the_script_of_every_configuration(system: System):
     for config in matrix(system):
         rounds = rounds_of(config)
         main, other = config.buckets
-        assert other == companion(main) != main
+        assert other == (main * config.geometry.draft_tokens if system.name == "ragged_verify" else companion(main))
+        assert other != main
         order = [round_.bucket for round_ in rounds]
         changes = [(a, b, c) for a, b, c in zip(order, order[1:], order[2:], strict=False)]
         assert (main, other, main) in changes, "A-B-A"
@@ -107,6 +110,8 @@ def test_the_script_of_every_configuration(system: System):
         assert sum(round_.twice for round_ in rounds) == 2
         assert any(round_.raw_batch < round_.bucket for round_ in rounds)
         assert any(round_.raw_batch == round_.bucket for round_ in rounds)
+        swing = [(round_.bucket, round_.raw_batch) for round_ in rounds[-4:]]
+        assert swing == [(main, main), (main, min(3, main)), (main, 0), (main, main)], "large, small, idle, large"
         assert sum(len(set(round_.remap)) for round_ in rounds) >= 5
         for round_ in rounds:
             assert set(round_.remap) <= set(round_.requests), "those that move are those that are looked at"
@@ -145,7 +150,9 @@ def test_draft_extend_is_ragged_at_times_and_static_at_others():
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_round_survives_the_case_file(system: System, preset: str):
     """Scripted and random rounds alike are legal cases."""
-    config = matrix(system, preset, batches=[5], drafts=[3], rounds=120)[0]
+    indexer = Geometry.resolve(preset).indexer and system.name != "ragged_verify"  # which has no pooled one
+    geometry = Geometry.resolve(preset, {"indexer": indexer})
+    config = diagnostic_matrix(system, geometry, batches=[5], drafts=[3], rounds=120)[0]
     job = Job.make(system, config.geometry, config.buckets, 0, None, None, backend())
     scenario = job.scenario(rounds_of(config))
     assert len(scenario.rounds) == 120
@@ -174,7 +181,7 @@ def test_random_tables_are_what_their_rounds_tabulate_to(system: System, seed: i
             continue  # nobody reads it
         if field.name == "accept_lens" and not again.accepts:
             continue
-        if field.name in ("ragged", "accepts"):
+        if field.name in ("ragged", "accepts", "verifies"):
             assert all(getattr(table, field.name) == getattr(again, field.name) for table in chunks)
             continue
         drawn = np.concatenate([getattr(table, field.name) for table in chunks])
@@ -223,3 +230,32 @@ def test_boundaries_are_legal_lengths():
 def test_companions_differ_from_their_bucket():
     for batch in range(1, 200):
         assert 1 <= companion(batch) != batch
+
+
+# padded --------------------------------------------------------------------------------------------------------------
+
+PADDED = SYSTEMS["padded"]
+
+
+def test_padded_takes_every_raw_batch_of_both_buckets_in_every_mode():
+    configs = matrix(PADDED, "tiny_v4")
+    assert len(configs) == 16
+    assert {config.geometry.padded_mode for config in configs} == set(PADDED_MODES)
+    for config in configs:
+        shapes = [(r.bucket, r.raw_batch) for r in rounds_of(config)]
+        assert set(shapes) == {(bucket, raw) for bucket in (48, 14) for raw in range(bucket + 1)}
+        assert shapes[:4] == [(48, 48), (48, 3), (48, 0), (48, 48)]
+    assert sum(r.raw_batch < r.bucket for config in configs for r in rounds_of(config)) >= 640
+
+
+def test_padded_captures_the_batches_it_is_given_in_the_mode_it_is_given():
+    geometry = Geometry.resolve("tiny_v4", {"padded_mode": "verify"})
+    configs = diagnostic_matrix(
+        PADDED, geometry, batches=[5, 2], drafts=[3], rounds=40, fixed=frozenset({"padded_mode"})
+    )
+    (config,) = configs
+    assert (config.buckets, config.geometry.padded_mode, config.geometry.draft_tokens) == ((5, 2), "verify", 3)
+    job = Job.make(PADDED, config.geometry, config.buckets, 0, None, None, backend())
+    scenario = job.scenario(rounds_of(config))
+    assert len(scenario.rounds) == 40
+    assert dataclasses.replace(parse_case(scenario.to_json()), name="") == scenario

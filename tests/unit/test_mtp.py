@@ -17,7 +17,7 @@ from dsa_verify.job import Job
 from dsa_verify.layouts.indexer import SCHEDULED_LENGTHS, WRITE_PLAN, scheduled_lengths
 from dsa_verify.layouts.mtp import destination_buffers
 from dsa_verify.matrix import diagnostic_matrix
-from dsa_verify.pipelines.mtp import Destination, Mtp, Published, Sibling, fused_copy, sibling_refusal
+from dsa_verify.pipelines.mtp import Destination, Mtp, Sibling, fused_copy, sibling_refusal
 from dsa_verify.regions import LOUD_WORD
 from dsa_verify.scenario import Round
 from dsa_verify.subject import Buffers
@@ -156,16 +156,38 @@ def test_a_copy_refuses_what_it_cannot_do() -> None:
 # The published gap ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("draft_steps, stale", [(3, 0), (5, 3)])
-def test_the_published_gap_is_caught(draft_steps: int, stale: int) -> None:
-    job = job_of(Published, draft_steps=draft_steps)
-    findings = verify_rounds(job, [job.table(ROUNDS[:1])], Counts(), folder=None)
-    names = [name for name in (FIRST, SECOND) if f"step0_{name}" in MTP.layout(job.geometry, 4)]
+def test_the_published_gap_is_caught_as_a_fault() -> None:
+    """Schedules and plans of the first three of four destinations; the fourth is refreshed (contract 2.3)."""
+    geometry = Geometry.resolve("tiny_pool", {"draft_steps": 5})
+    job = Job.make(MTP, geometry, (4,), 0, None, "stale_draft_steps", backend())
+    rounds = [dataclasses.replace(round_, poison="stale") for round_ in ROUNDS]
+    findings = verify_rounds(job, [job.table(rounds)], Counts(), folder=None)
+    names = [name for name in (FIRST, SECOND) if f"step0_{name}" in MTP.layout(geometry, 4)]
     assert FIRST in names
-    assert {finding.field for finding in findings} == {f"step{step}_{name}" for step in range(stale) for name in names}
-    # A plan is judged by a sorted copy, in which an unwritten one shows as an illegal head.
-    said = {finding.diagnosis for finding in findings}
-    assert said <= {Diagnosis.NEVER_WRITTEN, Diagnosis.STALE, Diagnosis.OUT_OF_RANGE}
+    assert {finding.field for finding in findings} == {f"step{step}_{name}" for step in range(3) for name in names}
+    assert {finding.diagnosis for finding in findings} <= {Diagnosis.STALE, Diagnosis.FROZEN}
+
+
+def test_the_published_gap_needs_three_destinations() -> None:
+    geometry = Geometry.resolve("tiny_pool", {"draft_steps": 3})
+    with pytest.raises(UsageError, match="step2_paged_mqa_schedule_metadata' is not in mtp as captured"):
+        Job.make(MTP, geometry, (4,), 0, None, "stale_draft_steps", backend())
+
+
+class RewritesHeads(Mtp):
+    """What the contract forbids: element 0 of a sum is written by the replay, and wrongly."""
+
+    def in_graph(self) -> None:
+        super().in_graph()
+        self._targets[1]["cu_seqlens_k"][:1].fill_(1)
+
+
+def test_element_0_of_a_sum_is_what_capture_wrote() -> None:
+    job = job_of(Mtp)
+    assert verify_rounds(job, [job.table(ROUNDS)], Counts(), folder=None) == []
+    job = job_of(RewritesHeads)
+    (finding, *_) = verify_rounds(job, [job.table(ROUNDS)], Counts(), folder=None)
+    assert (finding.field, finding.got, finding.want) == ("step1_cu_seqlens_k", 1, 0)
 
 
 def test_a_schedule_of_a_step_is_judged_by_the_lengths_of_that_step() -> None:

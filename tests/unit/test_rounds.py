@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dsa_verify.geometry import DISJOINT_GENERATIONS, PRESETS, Geometry
 from dsa_verify.rounds import owner_of_slot, tabulate, token_slots
-from dsa_verify.scenario import BASIC_SYSTEMS, POISONS, Round
+from dsa_verify.scenario import KNOWN_SYSTEMS, POISONS, SEED_LIMIT, Round
 
 WIDEST = 8
 
@@ -81,9 +81,9 @@ def test_owner_of_slot_inverts_token_slots_of_the_presets(preset: str, generatio
 
 
 @st.composite
-def tabulated(draw: st.DrawFn) -> tuple[str, Geometry, list[Round]]:
-    system = draw(st.sampled_from(BASIC_SYSTEMS))
-    geometry = draw(small_geometries(draft_tokens=1 if system == "decode" else None))
+def tabulated(draw: st.DrawFn, systems: tuple[str, ...] = KNOWN_SYSTEMS) -> tuple[str, Geometry, list[Round]]:
+    system = draw(st.sampled_from(systems))
+    geometry = draw(small_geometries(draft_tokens=1 if system in ("decode", "dcp") else None))
 
     def round_() -> Round:
         bucket = draw(st.integers(1, WIDEST))
@@ -100,7 +100,9 @@ def tabulated(draw: st.DrawFn) -> tuple[str, Geometry, list[Round]]:
             extend_lens=several(0, geometry.draft_tokens) if ragged else None,
             remap=tuple(draw(st.lists(st.integers(1, geometry.request_rows - 1), max_size=3, unique=True))),
             poison=draw(st.sampled_from(POISONS)),
+            verify_lens=several(1, geometry.draft_tokens) if system == "ragged_verify" else None,
             twice=draw(st.booleans()),
+            seed=draw(st.integers(0, SEED_LIMIT - 1)) if system == "dcp" else 0,
         )
 
     return system, geometry, [round_() for _ in range(draw(st.integers(0, 4)))]
@@ -117,10 +119,11 @@ def test_a_table_gives_its_rounds_back(case: tuple[str, Geometry, list[Round]]):
             extend_lens = (geometry.draft_tokens,) * round_.raw_batch
         assert (got.bucket, got.seq_lens, got.requests) == (round_.bucket, round_.seq_lens, round_.requests)
         assert (got.extend_lens, got.remap) == (extend_lens, round_.remap)
-        assert (got.poison, got.twice) == (round_.poison, round_.twice)
+        assert (got.poison, got.twice, got.seed) == (round_.poison, round_.twice, round_.seed)
+        assert got.verify_lens == round_.verify_lens
 
 
-@given(tabulated())
+@given(tabulated(("decode", "target_verify", "draft_extend", "mtp", "dcp")))
 def test_live_bounds_and_token_rows_follow_the_contract(case: tuple[str, Geometry, list[Round]]):
     """Contract 1.1 to 1.3: every row of a request is live up to its whole length; pads own rows too."""
     system, geometry, rounds = case

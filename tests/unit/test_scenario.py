@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import PRESETS, Geometry
-from dsa_verify.scenario import BASIC_SYSTEMS, POISONS, Round, Scenario, parse_case, read_case
+from dsa_verify.scenario import KNOWN_SYSTEMS, POISONS, SEED_LIMIT, Round, Scenario, parse_case, read_case
 
 
 @st.composite
 def scenarios(draw: st.DrawFn) -> Scenario:
-    system = draw(st.sampled_from(BASIC_SYSTEMS))
+    system = draw(st.sampled_from(KNOWN_SYSTEMS))
     geometry = Geometry.resolve(
         draw(st.sampled_from(list(PRESETS))),
         {
             "context": draw(st.integers(20, 300)),  # a pooled pad row has up to 16 + 4 tokens
-            "draft_tokens": 1 if system in ("decode", "mtp") else draw(st.integers(1, 16)),
+            "draft_tokens": 1 if system in ("decode", "mtp", "dcp") else draw(st.integers(1, 16)),
             "request_rows": draw(st.integers(2, 9)),
             "indexer": False,  # asks more of the lengths; a test of its own
             "index_dtype": draw(st.sampled_from(["int32", "int64"])),
@@ -46,7 +46,9 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             extend_lens=several(0, geometry.draft_tokens) if ragged else None,
             remap=tuple(draw(st.lists(st.integers(1, geometry.request_rows - 1), max_size=3))),
             poison=draw(st.sampled_from(POISONS)),
+            verify_lens=several(1, geometry.draft_tokens) if system == "ragged_verify" else None,
             twice=draw(st.booleans()),
+            seed=draw(st.integers(0, SEED_LIMIT - 1)) if system == "dcp" else 0,
         )
 
     return Scenario(
@@ -137,7 +139,7 @@ def delete(*path: Any) -> Edit:
     return edit
 
 
-ROUND_KEYS = "bucket, seq_lens, requests, extend_lens, accept_lens, remap, poison, twice"
+ROUND_KEYS = "bucket, seq_lens, requests, extend_lens, accept_lens, verify_lens, remap, poison, twice, seed"
 TOP_KEYS = "schema, system, preset, geometry, buckets, seed, subject, fault, found, rounds"
 GEOMETRY_KEYS = ", ".join(field.name for field in dataclasses.fields(Geometry) if field.name != "preset")
 
@@ -163,7 +165,7 @@ BAD_EDITS: dict[str, tuple[Edit, str]] = {
     "infinity": (put("seed", float("inf")), "seed: Infinity is not an integer; write an integer"),
     "long string": (
         put("system", "d" * 90),
-        f'system: "{"d" * 36}... is unknown; use one of decode, target_verify, draft_extend, mtp',
+        f'system: "{"d" * 36}... is unknown; use one of {", ".join(KNOWN_SYSTEMS)}',
     ),
     "unknown key": (put("colour", 1), f'"colour" is an unknown key; known keys here: {TOP_KEYS}'),
     "unknown key of a round": (
@@ -180,7 +182,7 @@ BAD_EDITS: dict[str, tuple[Edit, str]] = {
     ),
     "unknown system": (
         put("system", "prefill"),
-        'system: "prefill" is unknown; use one of decode, target_verify, draft_extend, mtp',
+        'system: "prefill" is unknown; use one of decode, target_verify, draft_extend, mtp, padded, ragged_verify, dcp',
     ),
     "unknown preset": (
         put("preset", "gpt"),
@@ -349,4 +351,4 @@ def test_any_value_anywhere_is_read_or_refused_in_one_line(place: tuple[Any, ...
     if not refusal:
         assert parse_case(scenario.to_json()) == scenario
     assert len(refusal.splitlines()) <= 1
-    assert len(refusal) < 400
+    assert len(refusal) < 500

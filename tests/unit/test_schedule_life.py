@@ -13,13 +13,16 @@ from dsa_verify.findings import Diagnosis
 from dsa_verify.geometry import Geometry
 from dsa_verify.graphs import open_backend
 from dsa_verify.job import Job
+from dsa_verify.law_watch import scheduled
 from dsa_verify.layouts.indexer import SCHEDULED_LENGTHS, WRITE_PLAN
 from dsa_verify.matrix import diagnostic_matrix
-from dsa_verify.pipelines.schedule_life import Residual
+from dsa_verify.pipelines.schedule_life import OutOfGraph, Residual
 from dsa_verify.regions import LOUD_WORD
 from dsa_verify.scenario import Round
+from dsa_verify.schedules import VARIANTS, Placement, ScheduleVariant
 from dsa_verify.systems import SYSTEMS
 from dsa_verify.verify import Counts, verify_rounds
+from oracles.schedule import schedule
 
 DEVICE = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
 LIVES = ("triton", "out_of_graph", "cached", "residual")
@@ -104,7 +107,36 @@ def test_the_matrix_has_every_life(subject: str) -> None:
 
 
 def test_the_lengths_of_every_schedule_are_fields() -> None:
-    for system in SYSTEMS.values():
+    for system in (SYSTEMS[name] for name in ("decode", "target_verify", "draft_extend", "mtp")):
         layout = system.layout(Geometry.resolve("tiny_pool", {"draft_tokens": 3 if system.drafts else 1}), 4)
         for name, (lengths, _) in SCHEDULED_LENGTHS.items():
             assert name not in layout or lengths in layout
+
+
+# Laws while rounds run -----------------------------------------------------------------------------------------------
+
+
+def leading(variant: ScheduleVariant, lengths: torch.Tensor, multiprocessors: int, out: torch.Tensor) -> None:
+    """The schedule of another variant: its remainder goes to the first SMs instead of the last."""
+    other = "V4" if variant.placement is Placement.TAIL else "V4b"
+    schedule(dataclasses.replace(VARIANTS[other], split=variant.split), lengths, multiprocessors, out)
+
+
+class Leading(OutOfGraph):
+    def before_replay(self) -> None:
+        super().before_replay()
+        for name in self._metadata.schedule_names:
+            lengths, clamped = SCHEDULED_LENGTHS[name]
+            variant = VARIANTS[self._geometry.schedule]
+            form = scheduled(variant, self._buffers[lengths], clamped)
+            leading(variant, form, self._geometry.multiprocessors, self._buffers[name])
+
+
+def test_a_law_sees_what_subject_and_oracle_agree_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both build the same wrong schedule: no comparison can tell, the law does, and names the SM."""
+    monkeypatch.setattr("oracles.indexer.schedule", leading)
+    job = job_of(Leading)
+    findings = verify_rounds(job, [job.table(ROUNDS)], Counts(), folder=None)
+    assert {finding.diagnosis for finding in findings} == {Diagnosis.LAW_BROKEN}
+    assert {finding.field for finding in findings} <= {FULL, POOLED}
+    assert all(re.search(r"SM \d+|row \d+", finding.sentence) for finding in findings)

@@ -1,0 +1,259 @@
+"""World: only states that an engine can be in, only rounds within the contract, every boundary on demand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from test_fuzz_expansion import configurations
+
+from dsa_verify.errors import UsageError
+from dsa_verify.geometry import Geometry
+from dsa_verify.rounds import token_slots
+from dsa_verify.scenario import Round, Scenario, parse_case
+from fuzz.boundaries import OTHER_PAGES, Boundary, Kind, boundaries, boundary_lengths, marks
+from fuzz.coverage import Coverage
+from fuzz.regimes import ENGINE
+from fuzz.world import REUSES, World
+
+TINY = Geometry.resolve("tiny", {"request_rows": 9})
+POOLED = Geometry.resolve("tiny_pool", {"draft_tokens": 3})
+
+
+def checked(world: World, count: int) -> list[Round]:
+    rounds = []
+    for _ in range(count):
+        rounds.append(world.step())
+        world.check()
+    return rounds
+
+
+@configurations
+@pytest.mark.parametrize("outside", [False, True])
+def test_rounds_are_within_the_contract_and_requests_stay_whole(
+    system: str, preset: str, overrides: dict[str, object], buckets: tuple[int, ...], outside: bool
+) -> None:
+    geometry = Geometry.resolve(preset, overrides)
+    rounds = checked(World(system, geometry, buckets, 1, outside=outside), 150)
+    scenario = Scenario(system=system, geometry=geometry, buckets=buckets, rounds=tuple(rounds))
+    assert parse_case(scenario.to_json()).rounds == scenario.rounds
+    assert {round_.bucket for round_ in rounds} == set(buckets)
+    if not outside:
+        drafts = geometry.draft_tokens if system in ("target_verify", "ragged_verify") else 0
+        for round_ in rounds:
+            assert all(1 <= length <= geometry.context - drafts for length in round_.seq_lens)
+
+
+@pytest.mark.parametrize("steered", [False, True])
+def test_the_same_seed_gives_the_same_rounds(steered: bool) -> None:
+    def rounds(seed: int) -> list[Round]:
+        coverage = Coverage("draft_extend", POOLED, (4, 2)) if steered else None
+        return World("draft_extend", POOLED, (4, 2), seed, coverage=coverage).rounds(120)
+
+    assert rounds(3) == rounds(3)
+    assert rounds(3) != rounds(4)
+
+
+def test_every_regime_can_follow_every_other() -> None:
+    for first in (world := World("decode", TINY, (4, 2), 1, coverage=Coverage("decode", TINY, (4, 2)))).regimes:
+        for second in world.regimes:
+            for regime in (first, second):
+                world.play(regime)
+                world.check()
+
+
+def test_only_a_shared_row_is_named_twice_and_only_for_one_round() -> None:
+    world = World("decode", TINY, (4, 2), 2, outside=False)
+    for _ in range(100):
+        round_ = world.play("shared prefix")
+        world.check()
+        assert len(set(round_.requests)) == round_.raw_batch - 1
+        owner, sharer = (i for i, row in enumerate(round_.requests) if row == world.live[-1].row)
+        assert round_.seq_lens[sharer] <= round_.seq_lens[owner]
+        assert len(set(world.play("steady").requests)) == len(world.live)
+
+
+def test_accepted_tokens_are_1_to_n_and_lengths_grow_by_them() -> None:
+    world = World("draft_extend", POOLED, (4,), 5, outside=False)
+    world.play("fill")
+    seen = set[int]()
+    for _ in range(100):
+        before = {id(request): (request.length, request.accepted) for request in world.live}
+        world.play("steady")
+        for request in world.live:
+            length, accepted = before[id(request)]
+            assert request.length == length + accepted
+            seen.add(accepted)
+        if not world.live:
+            world.play("fill")
+    assert seen == {1, 2, 3}
+
+
+def pages(world: World, row: int) -> list[int]:
+    slots = token_slots(world.geometry, np.array([row]), np.array([world.generations[row]]))
+    return slots[0].tolist()
+
+
+@pytest.mark.parametrize("reuse", REUSES)
+def test_a_preempted_request_returns_on_other_pages(reuse: str) -> None:
+    world = World("decode", TINY, (4, 2), 7, outside=False, reuse=reuse)
+    for _ in range(60):
+        world.play("steady")
+        if not world.live:
+            world.admit()
+        request = world.live[-1]
+        before, length = pages(world, request.row), request.length
+        world.preempt()
+        assert request in world.waiting
+        world.waiting = [request]  # or another would return first
+        world.resume()
+        assert world.live[-1].length == length
+        assert pages(world, world.live[-1].row) != before
+        world.emit()
+        world.check()
+
+
+def test_freed_pages_are_reused_in_the_order_that_was_asked_for() -> None:
+    def pages_after_reuse(reuse: str) -> tuple[int, bool]:
+        world = World("decode", TINY, (4,), 0, outside=False, reuse=reuse)
+        world.admit(5)
+        world.emit()
+        row = world.live[0].row
+        before = pages(world, row)
+        world.finish(0)
+        world.admit(5)
+        world.emit()
+        return world.live[0].row - row, pages(world, world.live[0].row) == before
+
+    assert pages_after_reuse("lifo") == (0, True)
+    assert pages_after_reuse("fifo") == (-1, False)
+
+
+def test_a_moved_request_gets_another_row() -> None:
+    world = World("decode", TINY, (4,), 0, outside=False, reuse="lifo")
+    for _ in range(3):
+        world.admit(9)
+    rows = [request.row for request in world.live]
+    world.move_row(1)
+    assert [request.row == row for request, row in zip(world.live, rows, strict=True)] == [True, False, True]
+    world.move_pages(2)
+    assert world.emit().remap == (rows[2],)
+    assert world.emit().remap == ()
+
+
+def test_a_round_from_outside_does_not_lose_the_moves_of_the_batch() -> None:
+    world = World("decode", TINY, (8,), 0, reuse="lifo")
+    for _ in range(4):
+        world.admit(9)
+    for place in range(4):
+        world.move_pages(place)
+    moved = {request.row for request in world.live}
+    (pages,) = (b for b in boundaries("decode", TINY, (8,)) if b.which == OTHER_PAGES)
+    first, second = world.at(pages), world.emit()
+    assert set(first.remap) & set(first.requests)
+    assert moved <= {*first.remap, *second.remap}
+    assert max(len(first.remap), len(second.remap)) <= 4
+
+
+def test_a_full_pool_preempts_the_last_request() -> None:
+    world = World("decode", TINY, (4,), 0, outside=False)
+    for _ in range(4):
+        world.admit(TINY.context)
+    assert len(world.live) < 4
+    assert [request.length for request in world.waiting] == [TINY.context] * (4 - len(world.live))
+
+
+def test_idle_and_wider_buckets() -> None:
+    world = World("decode", TINY, (4, 2), 0, outside=False)
+    world.admit(9)
+    idle = world.play("idle")
+    assert idle.seq_lens == ()
+    assert [request.length for request in world.live] == [9]
+    wider = world.play("wider bucket")
+    assert (wider.bucket, wider.seq_lens) == (4, (10,))
+    assert world.play("steady").bucket == 2
+
+
+@pytest.mark.parametrize(
+    "system, preset, overrides, buckets",
+    [
+        ("decode", "deepseek_v32", {"indexer": True}, (48, 16, 1)),
+        ("decode", "tiny", {"context": 203, "table_width": 130}, (4, 1)),
+        ("decode", "tiny", {"request_rows": 4}, (1,)),
+        ("decode", "tiny", {"indexer": True, "request_rows": 40, "multiprocessors": 7}, (32, 4)),
+        ("target_verify", "glm53_flash", {"draft_tokens": 6, "architecture": 100, "request_rows": 20}, (12, 4)),
+        ("target_verify", "tiny_pool", {"draft_tokens": 3}, (4, 1)),
+        ("draft_extend", "tiny", {"draft_tokens": 3}, (4, 2)),
+        ("draft_extend", "tiny", {"draft_tokens": 3}, (1,)),
+        ("draft_extend", "tiny_pool", {"draft_tokens": 3}, (4, 1)),
+        ("mtp", "tiny_pool", {}, (4, 2)),
+        ("ragged_verify", "tiny", {"draft_tokens": 3, "graph_tokens": 6}, (6, 2)),
+    ],
+)
+def test_every_boundary_is_reached_on_demand(
+    system: str, preset: str, overrides: dict[str, object], buckets: tuple[int, ...]
+) -> None:
+    geometry = Geometry.resolve(preset, overrides)
+    world = World(system, geometry, buckets, 3)
+    known = boundaries(system, geometry, buckets)
+    assert len({boundary.name for boundary in known}) == len({boundary.mark for boundary in known}) == len(known)
+    rounds = []
+    for boundary in known:
+        rounds.append(world.at(boundary))
+        assert boundary.mark in marks(rounds[-1], system, geometry), boundary.name
+    scenario = Scenario(system=system, geometry=geometry, buckets=buckets, rounds=tuple(rounds))
+    assert parse_case(scenario.to_json()).rounds == scenario.rounds
+
+
+def test_the_lengths_of_contract_10_are_all_there() -> None:
+    real = Geometry.resolve("glm53_flash", {"draft_tokens": 4})
+    wanted = {0, 1, 2, 63, 64, 65, 127, 128, 129, 255, 256, 257, 383, 384, 385, 511, 512, 513}
+    wanted |= set(range(2047, 2053))
+    wanted |= {real.context - 1, real.context, real.context - 4}  # the last: its draft ends with the context
+    wanted |= {256 * k + step for k in (1, 2) for step in (-1, 0, 1)}
+    assert wanted <= set(boundary_lengths("target_verify", real))
+    assert min(boundary_lengths("draft_extend", real)) == 4
+
+
+def test_a_boundary_that_cannot_be_reached_is_not_promised() -> None:
+    def reached(kind: Kind, system: str, geometry: Geometry, buckets: tuple[int, ...]) -> list[Boundary]:
+        return [boundary for boundary in boundaries(system, geometry, buckets) if boundary.kind is kind]
+
+    assert not reached(Kind.EMPTY, "draft_extend", POOLED, (4,)), "a write plan needs N tokens"
+    assert not reached(Kind.LONG_ROWS, "decode", Geometry.resolve("tiny_pool", {}), (2,)), "no plan for two rows"
+    assert not reached(Kind.SUM, "decode", TINY, (4,))
+    totals = {b.value for b in reached(Kind.TILES, "target_verify", POOLED, (4,))}
+    assert 1 not in totals, "12 rows have 12 tiles at least"
+    undefined = Geometry.resolve("tiny", {"indexer": True, "request_rows": 40})
+    assert "all" not in {b.which for b in reached(Kind.EMPTY, "decode", undefined, (32,))}
+
+
+def test_a_context_without_room_is_refused() -> None:
+    short = Geometry.resolve("tiny", {"context": 4, "draft_tokens": 4, "topk": 2})
+    with pytest.raises(UsageError, match=r"context: 4 leaves no room .* draft_tokens 4; raise it"):
+        World("target_verify", short, (2,))
+
+
+def test_the_check_sees_what_no_engine_can_be_in() -> None:
+    def broken(**changes: object) -> World:
+        world = World("decode", TINY, (4,), 0, outside=False, reuse="lifo")
+        world.admit(9)
+        world.admit(9)
+        world.live[1] = dataclasses.replace(world.live[1], **changes)  # type: ignore[arg-type]
+        return world
+
+    for changes, message in (
+        ({"row": 1}, "two requests own one row"),
+        ({"row": 8}, "on a free row"),
+        ({"length": 0}, "length 0"),
+        ({"accepted": 2}, "2 accepted"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            broken(**changes).check()
+
+
+def test_engine_regimes_come_first_and_rounds_from_outside_only_when_asked_for() -> None:
+    assert set(World("decode", TINY, (4, 2), outside=False).regimes) == set(ENGINE)
+    assert "shared prefix" not in World("decode", TINY, (1,)).regimes
+    assert "wider bucket" not in World("decode", TINY, (1,)).regimes
