@@ -7,13 +7,14 @@ the capture warms the communicator up first, and that the oracle runs eagerly on
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 import torch.distributed
 
 from dsa_verify.arena import Arena
+from dsa_verify.canonical import canonical
 from dsa_verify.contract import Layout
 from dsa_verify.feed import Feed
 from dsa_verify.geometry import Geometry
@@ -61,10 +62,11 @@ class RankRun:
         self._first_merged = {name: torch.zeros_like(tensor) for name, tensor in self._merged.items()}
         self._want_prefix = torch.zeros_like(self._step.prefix)
         self._prefix_rows = torch.zeros(1, dtype=torch.int32, device=device)
-        regions = self._regions(layout, inputs, buffers)
+        self._close = canonical(layout, buffers, self._oracle_buffers)
+        copies = {name: each.copy for name, each in self._close.items()}
         _, poison = self._feed.control(bucket)
-        self._judge = Judge(regions, device, self._feed.round_index)
-        self._poison = Poison(regions, device, self._feed.round_index, poison)
+        self._judge = Judge(self._regions(layout, inputs, {**buffers, **copies}), device, self._feed.round_index)
+        self._poison = Poison(self._regions(layout, inputs, buffers), device, self._feed.round_index, poison)
         self._graph = self._capture()
 
     def replay(self, rounds: Sequence[Round]) -> None:
@@ -83,6 +85,8 @@ class RankRun:
             self._oracle.in_graph()
             self._expect_prefix()
             self._share_merged()
+            for each in self._close.values():
+                each.update()
             self._judge.launch(Phase.REPLAY)
 
     def report(self) -> RankReport:
@@ -101,7 +105,7 @@ class RankRun:
             torch.cuda.synchronize(self._device)
         self._graph = None
 
-    def _regions(self, layout: Layout, inputs: Inputs, buffers: Buffers) -> list[Region]:
+    def _regions(self, layout: Layout, inputs: Inputs, buffers: Mapping[str, torch.Tensor]) -> list[Region]:
         """What this rank writes, the prefix, the merge against that of rank 0 bit by bit, the guards and the inputs."""
         others = tuple(f"rank{rank}_" for rank in range(self._geometry.dcp_size) if rank != self._rank)
         own = tuple(field for field in layout if not field.name.startswith(others))

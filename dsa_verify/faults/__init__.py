@@ -225,7 +225,7 @@ FAULTS: Final[dict[str, Fault]] = {
             "lost_device",
             "a replay ends in an illegal memory access",
             conduct.IllegalAccess,
-            systems=(*_ALL, "ragged_verify", "mtp"),
+            systems=(*_ALL, "ragged_verify", "mtp", "padded", "dcp"),
         ),
     )
 }

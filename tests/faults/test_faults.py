@@ -25,12 +25,12 @@ from dsa_verify.systems import SYSTEMS
 from dsa_verify.verify import Counts, verify_rounds
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-ROUNDS = 6  # of the script: both buckets twice, every poison, one round replayed twice, a pad row
+ROUNDS = 6  # of the script: both buckets, every poison, one round replayed twice, pad rows, in padded an idle one
 BATCH, DRAFT = 4, 4
 ON_A_GPU = torch.cuda.is_available()
 
 # Faults whose finding is about the subject as a whole, not about one output.
-WITHOUT_FIELD = {"raises_in_capture", "synchronises_in_capture", "allocates_in_replay"}
+WITHOUT_FIELD = {"raises_in_capture", "synchronises_in_capture", "allocates_in_replay", "glues_idle"}
 # Faults in the inputs: what they spoil depends on the pipeline.
 SPOILS_INPUTS = {
     "stale_request_map": {"page_table_1", "real_page_table"},
@@ -48,13 +48,15 @@ def strikes_again() -> Iterator[None]:
     WrongOnce.struck = False
 
 
-def config_of(system: str) -> Config:
-    geometry = Geometry.resolve("tiny")
+def config_of(system: str, fault: str | None = None) -> Config:
+    preset = "tiny_pool" if fault == "stale_draft_steps" else SYSTEMS[system].preset("cpu")
+    geometry = Geometry.resolve(preset)
     return diagnostic_matrix(SYSTEMS[system], geometry, batches=[BATCH], drafts=[DRAFT], rounds=ROUNDS)[0]
 
 
 def verify(system: str, fault: str | None, subject: str | SubjectFactory | None = None) -> tuple[list[Finding], Counts]:
-    config, counts = config_of(system), Counts()
+    config, counts = config_of(system, fault), Counts()
+    subject = "glue" if fault == "glues_idle" else subject
     job = Job.make(SYSTEMS[system], config.geometry, config.buckets, 0, subject, fault, open_backend(DEVICE))
     return verify_rounds(job, config.chunks(), counts, folder=None), counts
 

@@ -38,10 +38,11 @@ def strikes_again() -> Iterator[None]:
 
 @pytest.mark.parametrize("system, name", CASES)
 def test_a_fault_is_caught_in_cuda_graphs(system: str, name: str):
-    geometry = Geometry.resolve("deepseek_v32")
-    (config,) = diagnostic_matrix(SYSTEMS[system], geometry, batches=[4], drafts=[4])
+    preset = "glm53_flash" if name == "stale_draft_steps" else SYSTEMS[system].preset("cuda")
+    config = diagnostic_matrix(SYSTEMS[system], Geometry.resolve(preset), batches=[4], drafts=[4])[0]
     backend = open_backend(torch.device("cuda", torch.cuda.current_device()), "cuda")
-    job = Job.make(SYSTEMS[system], config.geometry, config.buckets, 0, None, name, backend)
+    subject = "glue" if name == "glues_idle" else None
+    job = Job.make(SYSTEMS[system], config.geometry, config.buckets, 0, subject, name, backend)
     findings = verify_rounds(job, config.chunks(), Counts(), folder=None)
     assert findings
     assert findings[0].diagnosis in faults.FAULTS[name].diagnoses, findings[0].sentence

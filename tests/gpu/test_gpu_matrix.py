@@ -22,7 +22,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
-systems = pytest.mark.parametrize("system", SYSTEMS)
+systems = pytest.mark.parametrize("system", ["decode", "target_verify", "draft_extend", "mtp"])
+OTHERS = ("ragged_verify", "padded", "dcp")
 PRESETS = ("deepseek_v32", "glm53_flash")
 MILLION = 1 << 20
 
@@ -66,6 +67,16 @@ def run_matrix(system: str, preset: str, rounds: int, batches: list[int], drafts
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_reduced_matrix_at_the_size_of_a_model(system: str, preset: str):
     run_matrix(system, preset, rounds=17, batches=[1, 5, 48], drafts=[2, 6])
+
+
+@pytest.mark.parametrize("system", OTHERS)
+def test_a_reduced_matrix_of_the_other_systems(system: str):
+    run_matrix(system, SYSTEMS[system].preset("cuda"), rounds=17, batches=[5, 16], drafts=[2, 6])
+
+
+@pytest.mark.parametrize("system", OTHERS)
+def test_a_thousand_rounds_of_the_other_systems(system: str):
+    run_matrix(system, SYSTEMS[system].preset("cuda"), rounds=1000, batches=[6], drafts=[4])
 
 
 @systems
