@@ -13,7 +13,7 @@ from typing import Final
 
 from dsa_verify.contract import Layout, Lifetime
 from dsa_verify.errors import UsageError
-from dsa_verify.faults import conduct, inputs, outputs
+from dsa_verify.faults import conduct, dcp, inputs, outputs
 from dsa_verify.faults.wrapper import Wrapper
 from dsa_verify.findings import Diagnosis
 from dsa_verify.static_inputs import static_inputs
@@ -112,6 +112,50 @@ FAULTS: Final[dict[str, Fault]] = {
             D.OUT_OF_RANGE,
             field="dsa_seqlens_expanded",
             systems=("draft_extend",),
+        ),
+        _fault(
+            "unclamped_window",
+            "a pad row shorter than the draft gets a negative window length (padded_mode draft_extend)",
+            outputs.UnclampedWindow,
+            D.OUT_OF_RANGE,
+            field="swa_topk_lengths",
+            systems=("padded",),
+        ),
+        _fault(
+            "writes_slot_0",
+            "pad rows are stored at the reserved slot",
+            dcp.WritesSlotZero,
+            D.STALE,
+            D.FROZEN,
+            D.WRONG_VALUE,
+            field="rank0_kv_pool",
+            systems=("dcp",),
+        ),
+        _fault(
+            "wrong_owner",
+            "a rank stores the rows of other ranks, too",
+            dcp.WrongOwner,
+            D.STALE,
+            D.FROZEN,
+            D.WRONG_VALUE,
+            field="rank0_kv_pool",
+            systems=("dcp",),
+        ),
+        _fault(
+            "wrong_log_base",
+            "the merged log-sum-exp is in the other base",
+            dcp.WrongLogBase,
+            D.WRONG_VALUE,
+            field="merged_lse",
+            systems=("dcp",),
+        ),
+        _fault(
+            "no_empty_rule",
+            "a row that no rank owns anything of becomes NaN",
+            dcp.NoEmptyRule,
+            D.WRONG_VALUE,
+            field="merged_out",
+            systems=("dcp",),
         ),
         _fault(
             "int32_offset",
@@ -267,7 +311,8 @@ def check_field(reference: str, layouts: Sequence[Layout]) -> None:
     if field and not holding:
         known = ", ".join(each.name for each in max(layouts, key=lambda layout: len(layout.fields)))
         raise UsageError(f"fault field {field!r} is not in {layouts[0].system} as captured; its fields: {known}")
-    if field and holding[0][field].lifetime is Lifetime.CAPTURE:
+    refreshes = fault.wrap in (outputs.SkipRefresh, outputs.NotRefreshed)
+    if field and refreshes and holding[0][field].lifetime is Lifetime.CAPTURE:
         raise UsageError(f"fault field {field!r} is written at capture only; choose one that replays write")
 
 

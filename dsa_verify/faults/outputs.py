@@ -113,6 +113,12 @@ class UnclampedLength(Wrapper):
         self.target.copy_(lengths.reshape(-1))
 
 
+class UnclampedWindow(Wrapper):
+    def in_graph(self) -> None:
+        self.inner.in_graph()
+        torch.clamp(self.outputs()["seq_lens_casual"], max=self.geometry.window, out=self.target)
+
+
 class WrappedOffset(Wrapper):
     def in_graph(self) -> None:
         flat = self.target.view(-1)

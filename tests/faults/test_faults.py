@@ -37,6 +37,11 @@ SPOILS_INPUTS = {
     "frozen_at_capture": {"cache_seqlens_int32"},
     "input_overwritten": {"seq_lens"},
 }
+# What a fault needs of the geometry to have an effect.
+NEEDS: dict[str, dict[str, object]] = {
+    "unclamped_window": {"padded_mode": "draft_extend"},
+    "wrong_owner": {"dcp_size": 2},
+}
 CASES = [(system, name) for system in SYSTEMS for name in faults.names(system) if name != "lost_device"]
 
 
@@ -50,8 +55,15 @@ def strikes_again() -> Iterator[None]:
 
 def config_of(system: str, fault: str | None = None) -> Config:
     preset = "tiny_pool" if fault == "stale_draft_steps" else SYSTEMS[system].preset("cpu")
-    geometry = Geometry.resolve(preset)
-    return diagnostic_matrix(SYSTEMS[system], geometry, batches=[BATCH], drafts=[DRAFT], rounds=ROUNDS)[0]
+    needed = NEEDS.get(fault or "", {})
+    return diagnostic_matrix(
+        SYSTEMS[system],
+        Geometry.resolve(preset, needed),
+        batches=[BATCH],
+        drafts=[DRAFT],
+        rounds=ROUNDS,
+        fixed=frozenset(needed),
+    )[0]
 
 
 def verify(system: str, fault: str | None, subject: str | SubjectFactory | None = None) -> tuple[list[Finding], Counts]:

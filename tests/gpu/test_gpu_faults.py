@@ -26,6 +26,11 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
+# What a fault needs of the geometry to have an effect.
+NEEDS: dict[str, dict[str, object]] = {
+    "unclamped_window": {"padded_mode": "draft_extend"},
+    "wrong_owner": {"dcp_size": 2},
+}
 CASES = [(system, name) for system in SYSTEMS for name in faults.names(system) if name != "lost_device"]
 
 
@@ -39,7 +44,9 @@ def strikes_again() -> Iterator[None]:
 @pytest.mark.parametrize("system, name", CASES)
 def test_a_fault_is_caught_in_cuda_graphs(system: str, name: str):
     preset = "glm53_flash" if name == "stale_draft_steps" else SYSTEMS[system].preset("cuda")
-    config = diagnostic_matrix(SYSTEMS[system], Geometry.resolve(preset), batches=[4], drafts=[4])[0]
+    needed = NEEDS.get(name, {})
+    geometry = Geometry.resolve(preset, needed)
+    config = diagnostic_matrix(SYSTEMS[system], geometry, batches=[4], drafts=[4], fixed=frozenset(needed))[0]
     backend = open_backend(torch.device("cuda", torch.cuda.current_device()), "cuda")
     subject = "glue" if name == "glues_idle" else None
     job = Job.make(SYSTEMS[system], config.geometry, config.buckets, 0, subject, name, backend)
