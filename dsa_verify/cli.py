@@ -1,4 +1,4 @@
-"""The command line: `replay`, `doctor` and `faults`.
+"""The command line: `replay`, `fuzz`, `doctor` and `faults`.
 
 This module imports nothing heavy, so that `--help` answers at once; each command imports what it needs. Results are
 written even when a run is cut short, and every way to end has an exit status of its own (errors.py).
@@ -41,7 +41,8 @@ def cli() -> None:
     "--system",
     "systems",
     multiple=True,
-    help="System to run; repeatable. Default: decode, target_verify, draft_extend (not mtp).",
+    help="System to run; repeatable. Default: decode, target_verify, draft_extend. Others: mtp, padded, ragged_verify, "
+    "dcp.",
 )
 @click.option("--preset", help="Model geometry. Default: deepseek_v32 on a GPU, tiny on a CPU.")
 @click.option("--subject", help="Pipeline under test: a shipped or installed name, or module:attribute.")
@@ -68,12 +69,47 @@ def replay(**options: Any) -> None:
     device = _settle(options.pop("device"))
     from dsa_verify.commands.replay import Options, run
 
-    status = run(Options(**options), device)
-    if status == errors.STATUS_DEVICE_LOST:
-        # Nothing may be asked of a lost device again, not even by the interpreter's own clearing up.
-        sys.stdout.flush()
-        os._exit(status)
-    sys.exit(status)
+    _end(run(Options(**options), device))
+
+
+@cli.command(epilog=STATUSES)
+@click.option("--system", "systems", multiple=True, help="System to fuzz; repeatable. Default as in replay.")
+@click.option("--preset", help="Model geometry. Default as in replay.")
+@click.option("--subject", help="Pipeline under test: a shipped or installed name, or module:attribute.")
+@click.option("--fault", help="Plant a fault in the subject: NAME or NAME:FIELD (see `dsa-verify faults`).")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:INDEX.")
+@click.option(
+    "--rounds", type=click.IntRange(min=1), help="Rounds of each system. Default: 20000 on a GPU, 1000 on a CPU."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--batch", "batches", type=click.IntRange(1, 16384), multiple=True, help="Batch bucket; repeatable.")
+@click.option("--draft-tokens", "drafts", type=click.IntRange(1, 16), multiple=True, help="Draft length N; repeatable.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a field of the geometry.")
+@click.option("--resident", is_flag=True, help="Unsteered rounds, drawn in bulk on the device: many more a second.")
+@click.option("--keep-going", is_flag=True, help="Go on after a finding.")
+@click.option(
+    "--shrink-seconds",
+    "shrink_s",
+    type=click.FloatRange(min=0),
+    default=60.0,
+    show_default=True,
+    help="Time to make the case of a finding small; 0: leave it as it is.",
+)
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results there.")
+@click.option(
+    "--findings",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("dsa-findings"),
+    show_default=True,
+    help="Folder for the case of each finding.",
+)
+def fuzz(**options: Any) -> None:
+    """Replay rounds of a serving engine in miniature, steered to what was never visited, until something is wrong."""
+    device = _settle(options.pop("device"))
+    from fuzz.command import Options, run
+
+    _end(run(Options(**options), device))
 
 
 @cli.command()
@@ -93,6 +129,14 @@ def faults(system: str | None) -> None:
     from dsa_verify.commands.faults import run
 
     run(system)
+
+
+def _end(status: int) -> None:
+    if status == errors.STATUS_DEVICE_LOST:
+        # Nothing may be asked of a lost device again, not even by the interpreter's own clearing up.
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def _settle(device: str) -> Any:

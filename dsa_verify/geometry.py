@@ -7,6 +7,7 @@ a preset and overrides, so that a wrong combination is refused in one place.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -248,3 +249,17 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
 _FIELD_TYPES: Final = {
     field.name: {"int": int, "str": str, "bool": bool}[str(field.type)] for field in dataclasses.fields(Geometry)
 }
+
+
+def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
+    """Overrides of a geometry from KEY=VALUE texts; UsageError for another form. `resolve` checks keys and values."""
+    settings: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"--set {text!r}: not KEY=VALUE; for example --set page_size=1")
+        try:
+            settings[key] = json.loads(value)
+        except json.JSONDecodeError:
+            settings[key] = value
+    return settings

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dsa_verify.device import environment
+from dsa_verify.errors import STATUS_EQUAL, STATUS_FLAKY, STATUS_MISMATCH, STATUS_NOTHING_VERIFIED
 from dsa_verify.findings import Diagnosis, Finding
 from dsa_verify.graphs import Backend
 from dsa_verify.job import Job, remap_slots_of
@@ -143,3 +144,16 @@ def total(runs: Sequence[Run]) -> Counts:
     for run in runs:
         counts.add(run.counts)
     return counts
+
+
+def status_of(runs: Sequence[Run]) -> int:
+    """The exit status that the results of `runs` have earned."""
+    findings = [finding for result in runs for finding in result.findings]
+    if any(finding.diagnosis is not Diagnosis.FLAKY for finding in findings):
+        return STATUS_MISMATCH
+    if findings:
+        return STATUS_FLAKY
+    # A system or case that checked nothing is not a pass, even beside others that did.
+    if not runs or any(result.counts.rounds_checked == 0 for result in runs):
+        return STATUS_NOTHING_VERIFIED
+    return STATUS_EQUAL

@@ -192,6 +192,7 @@ def _journal(job: Job, table: RoundTable, folder: Path | None) -> Iterator[None]
     if folder is None or len(table) > JOURNAL_ROUNDS:
         yield
         return
+    ours = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"running-{os.getpid()}.json"
     path.write_text(job.scenario(table.rounds()).to_json(), encoding="utf-8")
@@ -199,5 +200,6 @@ def _journal(job: Job, table: RoundTable, folder: Path | None) -> Iterator[None]
         yield
     finally:
         path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            folder.rmdir()  # only if nothing was found
+        if ours:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # only if nothing was found

@@ -6,28 +6,24 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from dsa_verify.device import environment
 from dsa_verify.errors import (
     STATUS_EQUAL,
-    STATUS_FLAKY,
     STATUS_HARNESS,
     STATUS_INTERRUPTED,
-    STATUS_MISMATCH,
-    STATUS_NOTHING_VERIFIED,
     DsaVerifyError,
     UsageError,
 )
-from dsa_verify.findings import Diagnosis
-from dsa_verify.geometry import Geometry
+from dsa_verify.geometry import Geometry, parse_settings
 from dsa_verify.graphs import Backend, open_backend
 from dsa_verify.matrix import Config, diagnostic_matrix
 from dsa_verify.report import document, junit
 from dsa_verify.report.terminal import Terminal
-from dsa_verify.runs import Run, Runner, open_run
+from dsa_verify.runs import Run, Runner, open_run, status_of
 from dsa_verify.scenario import Scenario, read_case
 from dsa_verify.systems import SYSTEMS, get_system
 
@@ -97,25 +93,13 @@ def run(options: Options, device: torch.device) -> int:
         except Exception as error:
             status = STATUS_HARNESS
             terminal.crash(error)
-        status = status or _status(runs)
+        status = status or status_of(runs)
         terminal.verdict(runs, status)
     if options.json_path is not None:
         options.json_path.write_text(json.dumps(document.of(runs, status), indent=2) + "\n", encoding="utf-8")
     if options.junit_path is not None:
         junit.write(runs, options.junit_path)
     return status
-
-
-def _status(runs: Sequence[Run]) -> int:
-    findings = [finding for result in runs for finding in result.findings]
-    if any(finding.diagnosis is not Diagnosis.FLAKY for finding in findings):
-        return STATUS_MISMATCH
-    if findings:
-        return STATUS_FLAKY
-    # A system or case that checked nothing is not a pass, even beside others that did.
-    if not runs or any(result.counts.rounds_checked == 0 for result in runs):
-        return STATUS_NOTHING_VERIFIED
-    return STATUS_EQUAL
 
 
 # What is to be run ---------------------------------------------------------------------------------------------------
@@ -172,7 +156,7 @@ def _cases_plan(options: Options, scenarios: Sequence[Scenario]) -> list[_Case]:
 
 
 def _matrix_plan(options: Options, backend: Backend) -> list[_Matrix]:
-    settings = dict(_setting(text) for text in options.settings)
+    settings = parse_settings(options.settings)
     names = options.systems or tuple(name for name, system in SYSTEMS.items() if system.by_default)
     plan = []
     for name in dict.fromkeys(names):
@@ -192,13 +176,3 @@ def _matrix_plan(options: Options, backend: Backend) -> list[_Matrix]:
         )
         plan.append(_Matrix(system=name, configs=configs))
     return plan
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise UsageError(f"--set {text!r}: not KEY=VALUE; for example --set page_size=1")
-    try:
-        return key, json.loads(value)
-    except json.JSONDecodeError:
-        return key, value
