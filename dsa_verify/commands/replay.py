@@ -11,13 +11,7 @@ from typing import Final
 import torch
 
 from dsa_verify.device import environment
-from dsa_verify.errors import (
-    STATUS_EQUAL,
-    STATUS_HARNESS,
-    STATUS_INTERRUPTED,
-    DsaVerifyError,
-    UsageError,
-)
+from dsa_verify.errors import UsageError
 from dsa_verify.geometry import Geometry, parse_settings
 from dsa_verify.graphs import Backend, open_backend
 from dsa_verify.matrix import Config, diagnostic_matrix
@@ -67,7 +61,6 @@ def run(options: Options, device: torch.device) -> int:
     scenarios = [read_case(path) for path in options.cases]
     plan = _cases_plan(options, scenarios) if scenarios else _matrix_plan(options, backend)
     runs: list[Run] = []
-    status = STATUS_EQUAL
     with Terminal(sum(item.rounds for item in plan)) as terminal:
         terminal.heading(environment(device), backend)
         runner = Runner(
@@ -77,23 +70,16 @@ def run(options: Options, device: torch.device) -> int:
             on_rounds=terminal.advance,
             on_finding=terminal.finding,
         )
-        try:
+
+        def work() -> None:
             for item in plan:
                 terminal.begin(item.label)
                 result = open_run(item.system, item.subject(options), backend)
                 runs.append(result)
                 item.start(runner, options, result)
                 terminal.end(result)
-        except KeyboardInterrupt:
-            status = STATUS_INTERRUPTED
-            terminal.say("interrupted; results so far are kept")
-        except DsaVerifyError as error:
-            status = error.status
-            terminal.error(error)
-        except Exception as error:
-            status = STATUS_HARNESS
-            terminal.crash(error)
-        status = status or status_of(runs)
+
+        status = terminal.guard(work) or status_of(runs)
         terminal.verdict(runs, status)
     if options.json_path is not None:
         options.json_path.write_text(json.dumps(document.of(runs, status), indent=2) + "\n", encoding="utf-8")

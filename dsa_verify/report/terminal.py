@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final
 
@@ -10,7 +10,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from dsa_verify.errors import STATUS_EQUAL, STATUS_NOTHING_VERIFIED, DsaVerifyError
+from dsa_verify.errors import (
+    STATUS_EQUAL,
+    STATUS_HARNESS,
+    STATUS_INTERRUPTED,
+    STATUS_NOTHING_VERIFIED,
+    DsaVerifyError,
+)
 from dsa_verify.findings import Finding
 from dsa_verify.graphs import Backend
 from dsa_verify.runs import Run, total
@@ -81,6 +87,21 @@ class Terminal:
     def crash(self, error: Exception) -> None:
         self.say(f"dsa-verify: the harness failed, no verdict: {type(error).__name__}: {error}", BAD)
         self._console.print_exception()
+
+    def guard(self, work: Callable[[], None]) -> int:
+        """Do `work`; what ends it early is said, and the exit status for that is returned: 0 if nothing did."""
+        try:
+            work()
+        except KeyboardInterrupt:
+            self.say("interrupted; results so far are kept")
+            return STATUS_INTERRUPTED
+        except DsaVerifyError as error:
+            self.error(error)
+            return error.status
+        except Exception as error:
+            self.crash(error)
+            return STATUS_HARNESS
+        return STATUS_EQUAL
 
     def verdict(self, runs: Sequence[Run], status: int) -> None:
         counts = total(runs)
