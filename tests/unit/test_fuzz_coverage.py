@@ -161,6 +161,12 @@ def test_the_same_run_twice_has_the_same_digest_and_counts() -> None:
     assert fuzz(job_of(EagerDecode), 30, 5, folder=None).digest != first.digest
 
 
+def test_nothing_comes_before_the_first_round_of_a_capture() -> None:
+    result = fuzz(job_of(EagerDecode), 8, 4, folder=None, rounds_per_capture=1)
+    assert result.captures == 8
+    assert not [key for key, count in result.coverage.visits().items() if key[0] == "move" and count]
+
+
 @pytest.mark.parametrize("fault", ["not_refreshed", "off_by_one_page", "stale_request_map", "wider_bucket_rows"])
 def test_a_planted_fault_ends_the_run(fault: str) -> None:
     ticks: list[int] = []

@@ -72,6 +72,15 @@ def test_a_fault_that_takes_two_rounds() -> None:
     assert (state.tally.requested, state.tally.executed) == (2, 2)
 
 
+def test_what_one_bucket_does_to_another_is_seen_at_once() -> None:
+    state = machine_of(job_of(EAGER, fault="other_bucket"))()
+    state.admit(count=3, boundary=9)
+    state.replay(twice=False)
+    state.shrink_the_batch(count=1)
+    with pytest.raises(AssertionError, match="another bucket's rows: dsa_cache_seqlens_int32"):
+        state.replay(twice=False)
+
+
 def test_every_rule_does_what_it_says() -> None:
     state = machine_of(job_of(EagerDecode))()
     state.admit(count=3, boundary=5)

@@ -15,7 +15,7 @@ from dsa_verify.scenario import Round, Scenario, parse_case
 from fuzz.boundaries import OTHER_PAGES, Boundary, Kind, boundaries, boundary_lengths, marks
 from fuzz.coverage import Coverage
 from fuzz.regimes import ENGINE
-from fuzz.world import REUSES, World
+from fuzz.world import MOST_WAITING, REUSES, World
 
 TINY = Geometry.resolve("tiny", {"request_rows": 9})
 POOLED = Geometry.resolve("tiny_pool", {"draft_tokens": 3})
@@ -72,6 +72,19 @@ def test_only_a_shared_row_is_named_twice_and_only_for_one_round() -> None:
         owner, sharer = (i for i, row in enumerate(round_.requests) if row == world.live[-1].row)
         assert round_.seq_lens[sharer] <= round_.seq_lens[owner]
         assert len(set(world.play("steady").requests)) == len(world.live)
+
+
+def test_a_shared_row_lives_as_long_as_its_last_reader() -> None:
+    world = World("decode", TINY, (4,), 0, outside=False, reuse="lifo")
+    world.admit(9)
+    row = world.live[0].row
+    world.share(0)
+    world.finish(0)
+    world.check()
+    assert [request.row for request in world.live] == [row]
+    assert row not in world.free
+    world.finish(0)
+    assert row in world.free
 
 
 def test_accepted_tokens_are_1_to_n_and_lengths_grow_by_them() -> None:
@@ -162,6 +175,14 @@ def test_a_full_pool_preempts_the_last_request() -> None:
         world.admit(TINY.context)
     assert len(world.live) < 4
     assert [request.length for request in world.waiting] == [TINY.context] * (4 - len(world.live))
+
+
+def test_a_long_run_keeps_a_bounded_number_of_requests() -> None:
+    world = World("decode", TINY, (4,), 0, outside=False)
+    for _ in range(2 * MOST_WAITING):
+        world.admit(TINY.context)
+        world.preempt()
+    assert len(world.waiting) == MOST_WAITING
 
 
 def test_idle_and_wider_buckets() -> None:

@@ -1,0 +1,314 @@
+"""Boundaries: every value of contract 10 that a round can hold, by name, with how to tell and how to make one.
+
+What only a run can choose (N, S, the captured batches, widths, views) is no matter of a round: the matrix turns over
+those. What takes two rounds (shrinking lengths, alternating buckets) is counted by coverage.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dsa_verify.geometry import Geometry
+from dsa_verify.matrix import shortest_seq_len
+from dsa_verify.rounds import seq_len_fill
+from dsa_verify.scenario import Round
+from dsa_verify.schedules import VARIANTS, Unit, units_per_request
+from dsa_verify.topk_plan_rules import PLAN_RULES, is_written
+from fuzz.limits import adds_draft, drawn_lens, most_requests, undefined_when_empty
+
+Array = npt.NDArray[np.int64]
+
+_LENGTHS: Final = (0, 1, 2, 63, 64, 65, 127, 128, 129, 255, 256, 257, 383, 384, 385, 511, 512, 513)
+_BATCHES: Final = (*range(4), *range(30, 35), 64, 65, *range(127, 130), 512, 513, 2048, 2049, 4096, 16384)
+_INT32: Final = 1 << 31
+_PART: Final = 1 << 16  # lengths worked out at a time
+ONE_TWICE: Final = "of two batch rows one"
+OTHER_PAGES: Final = "on other pages"
+
+
+class Kind(StrEnum):
+    """What a boundary is a value of."""
+
+    LENGTH = "length"  # value: of some live request
+    BATCH = "batch"  # value: live requests of the bucket
+    EMPTY = "empty request"  # which request has length 0
+    TILES = "schedule tiles"  # value: in all (contract 3)
+    LONG_ROWS = "plan rows"  # value: rows longer than the threshold `extra` (contract 5)
+    WRITE = "write start"  # value: write start modulo the pool, of a request that writes `extra` tokens (contract 4.2)
+    EXTEND = "extend"  # which relation of lengths and extend lengths
+    ROW = "request row"  # value: named by a live request
+    SUM = "length sum"  # at least value
+    ALIAS = "requests"  # which relation between batch rows and requests
+
+
+Mark = tuple[Kind, int, int, str, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """One value of contract 10. `bucket`: where it is reached; 0: in any."""
+
+    kind: Kind
+    value: int = 0
+    extra: int = 0
+    which: str = ""
+    bucket: int = 0
+
+    @property
+    def name(self) -> str:
+        """For people; unique among the boundaries of a run."""
+        text = f"{self.kind.value} {self.which or self.value}"
+        text += {Kind.LONG_ROWS: f" above {self.extra}", Kind.WRITE: f" with {self.extra}"}.get(self.kind, "")
+        return text + (f" of bucket {self.bucket}" if self.kind is Kind.BATCH else "")
+
+    @property
+    def mark(self) -> Mark:
+        """What `marks` of a round that holds this boundary contains."""
+        return self.kind, self.value, self.extra, self.which, self.bucket if self.kind is Kind.BATCH else 0
+
+
+@functools.lru_cache(maxsize=64)
+def boundary_lengths(system: str, geometry: Geometry) -> tuple[int, ...]:
+    """Every legal length that a formula turns at, with its neighbours; ascending."""
+    n, pool, topk = geometry.draft_tokens, geometry.pool_size, geometry.topk
+    centres = [geometry.columns, geometry.context, n, topk, topk + 3, topk + pool, 2 * pool]
+    centres += [k * unit for unit in (geometry.page_size, geometry.allocator_page, 128) for k in (1, 2)]
+    last_page = geometry.context // geometry.allocator_page * geometry.allocator_page
+    shortest = shortest_seq_len(system, geometry)
+    # Where the write start of a plan passes from one pooled page to the next, and where the length itself does.
+    pages = [page + start for page in (geometry.allocator_page, last_page) for start in (0, shortest)]
+    centres += [page + step for page in pages for step in (0, -pool, pool)]
+    if geometry.indexer:
+        split = VARIANTS[geometry.schedule].split
+        centres += [split, 2 * split, *(threshold for threshold, _ in PLAN_RULES[geometry.plan_rules].thresholds)]
+    if system == "padded":
+        centres += [
+            k * width for width in (geometry.window, geometry.sparse_ratio, geometry.dense_ratio) for k in (1, 2)
+        ]
+    if system == "dcp":
+        centres += [k * geometry.dcp_size * geometry.dcp_block for k in (1, 2)]
+    values = {*_LENGTHS, *(centre + step for centre in centres for step in (-1, 0, 1))}
+    if adds_draft(system):
+        values |= {value - n for value in values}
+    return tuple(sorted(value for value in values if shortest <= value <= geometry.context))
+
+
+@functools.lru_cache(maxsize=64)
+def boundaries(system: str, geometry: Geometry, buckets: tuple[int, ...]) -> tuple[Boundary, ...]:
+    """All boundaries that a round over `buckets` can reach, in a fixed order."""
+    found = [Boundary(kind=Kind.LENGTH, value=value) for value in boundary_lengths(system, geometry)]
+    for bucket in buckets:
+        most = most_requests(system, geometry, bucket)
+        sizes = sorted({*_BATCHES, bucket // 2, bucket - 1, bucket})
+        found += [Boundary(kind=Kind.BATCH, value=raw, bucket=bucket) for raw in sizes if 0 <= raw <= most]
+    found += _empty(system, geometry, buckets)
+    found += _write_starts(system, geometry)
+    found += _extends(system, geometry, buckets)
+    found += [Boundary(kind=Kind.ROW, value=row) for row in _rows(geometry)]
+    if max(buckets) * geometry.context >= _INT32:
+        found.append(Boundary(kind=Kind.SUM, value=_INT32, bucket=max(buckets)))
+    if max(most_requests(system, geometry, bucket) for bucket in buckets) > 1:
+        found.append(Boundary(kind=Kind.ALIAS, which=ONE_TWICE))
+    found.append(Boundary(kind=Kind.ALIAS, which=OTHER_PAGES))
+    return (*found, *_sums(system, geometry, buckets))
+
+
+def _empty(system: str, geometry: Geometry, buckets: Sequence[int]) -> Iterator[Boundary]:
+    if shortest_seq_len(system, geometry):
+        return
+    yield Boundary(kind=Kind.EMPTY, which="first")
+    yield Boundary(kind=Kind.EMPTY, which="last")
+    full = [b for b in buckets if not undefined_when_empty(system, geometry, b)]
+    if full:
+        yield Boundary(kind=Kind.EMPTY, which="all", bucket=full[0])
+    if max(most_requests(system, geometry, bucket) for bucket in buckets) > 2:
+        yield Boundary(kind=Kind.EMPTY, which="middle")
+
+
+def _write_starts(system: str, geometry: Geometry) -> Iterator[Boundary]:
+    if not geometry.indexer or geometry.pool_size == 1:
+        return
+    n = geometry.draft_tokens
+    counts = range(1, n + 1) if "accept_lens" in drawn_lens(system, geometry) else (n,)
+    for residue in range(geometry.pool_size):
+        if shortest_seq_len(system, geometry) + residue <= geometry.context:
+            yield from (Boundary(kind=Kind.WRITE, value=residue, extra=count) for count in counts)
+
+
+def _extends(system: str, geometry: Geometry, buckets: Sequence[int]) -> Iterator[Boundary]:
+    if system != "draft_extend":
+        return
+    n = geometry.draft_tokens
+    if shortest_seq_len(system, geometry) < n:
+        yield Boundary(kind=Kind.EXTEND, which="longer than the length")
+    if n <= geometry.context:
+        yield Boundary(kind=Kind.EXTEND, which="equal to the length")
+    if "extend_lens" in drawn_lens(system, geometry):
+        full = [bucket for bucket in buckets if most_requests(system, geometry, bucket) == bucket]
+        if full:
+            yield Boundary(kind=Kind.EXTEND, which="nothing at all", bucket=full[0])
+            yield Boundary(kind=Kind.EXTEND, which="all rows", bucket=full[0])
+        if max(most_requests(system, geometry, bucket) for bucket in buckets) > 1:
+            yield Boundary(kind=Kind.EXTEND, which="nothing by one request")
+
+
+def _rows(geometry: Geometry) -> list[int]:
+    last = geometry.request_rows - 1
+    wraps = -(-_INT32 // geometry.token_columns)  # the first row whose offset int32 does not hold
+    return sorted({1, last, *(row for row in (wraps - 1, wraps) if 1 <= row <= last)})
+
+
+def _sums(system: str, geometry: Geometry, buckets: Sequence[int]) -> Iterator[Boundary]:
+    """Totals over the batch, each at the first bucket that reaches it."""
+    if not geometry.indexer:
+        return
+    multiprocessors = geometry.multiprocessors
+    wanted = [(Kind.TILES, total, 0) for total in (0, 1)]
+    wanted += [(Kind.TILES, k * multiprocessors + step, 0) for k in (1, 2) for step in (-1, 0, 1)]
+    for threshold, cap in PLAN_RULES[geometry.plan_rules].thresholds:
+        wanted += [(Kind.LONG_ROWS, cap + step, threshold) for step in (-1, 0, 1)]
+    for kind, total, threshold in dict.fromkeys(wanted):
+        for bucket in buckets:
+            boundary = Boundary(kind=kind, value=total, extra=threshold, bucket=bucket)
+            if lengths_of_total(boundary, system, geometry) is not None:
+                yield boundary
+                break
+
+
+# Totals -------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PerRequest:
+    """What a request of each length 0..context adds to a total of its round: [context + 1]. `long_rows` by threshold of
+    the plan rules; both empty without the indexer."""
+
+    tiles: Array
+    long_rows: dict[int, Array]
+
+
+@functools.lru_cache(maxsize=8)
+def per_request(system: str, geometry: Geometry) -> PerRequest:
+    """Looked up rather than worked out for every round."""
+    if not geometry.indexer:
+        return PerRequest(tiles=np.zeros(0, np.int64), long_rows={})
+    lengths = np.arange(geometry.context + 1)
+    parts = [_token_lengths(system, geometry, part) for part in np.array_split(lengths, len(lengths) // _PART + 1)]
+    thresholds = [threshold for threshold, _ in PLAN_RULES[geometry.plan_rules].thresholds]
+    return PerRequest(
+        tiles=_tiles(system, geometry, lengths, parts),
+        long_rows={t: np.concatenate([(part > t).sum(1) for part in parts]) for t in thresholds},
+    )
+
+
+def _token_lengths(system: str, geometry: Geometry, lengths: Array) -> Array:
+    """What the token rows of each request see, with the indexer, where all have N: [requests, rows] (contract 1)."""
+    position = np.arange(geometry.draft_tokens)
+    if adds_draft(system):
+        return lengths[:, None] + position + 1
+    if system == "draft_extend":
+        return np.maximum(lengths[:, None] - geometry.draft_tokens + position + 1, 0)
+    return lengths[:, None]
+
+
+def _tiles(system: str, geometry: Geometry, lengths: Array, parts: Sequence[Array]) -> Array:
+    """Of each request in `paged_mqa_schedule_metadata`, which all systems have (contract 3.2, 3.3)."""
+    variant, n = VARIANTS[geometry.schedule], geometry.draft_tokens
+    if adds_draft(system) and geometry.architecture == 100 and n >= 2:
+        units = 1 if variant.unit is Unit.REQUEST else units_per_request(variant, n)
+        return units * -(-(lengths + n) // variant.split)
+    return np.concatenate([(-(-part // variant.split)).sum(1) for part in parts])
+
+
+def has_plan(system: str, geometry: Geometry, bucket: int) -> bool:
+    """Whether a top-k plan is written for `bucket` requests (contract 5)."""
+    rows = bucket * (geometry.draft_tokens if adds_draft(system) or system == "draft_extend" else 1)
+    return geometry.indexer and is_written(rows, PLAN_RULES[geometry.plan_rules].max_clusters)
+
+
+def lengths_of_total(boundary: Boundary, system: str, geometry: Geometry) -> tuple[int, ...] | None:
+    """Lengths of a full batch whose total is exactly that of `boundary`; None if there are none."""
+
+    table = per_request(system, geometry)
+    values = table.tiles if boundary.kind is Kind.TILES else table.long_rows[boundary.extra]
+    bucket, low, high = boundary.bucket, shortest_seq_len(system, geometry), geometry.context
+    if most_requests(system, geometry, bucket) < bucket:
+        return None
+    if boundary.kind is Kind.LONG_ROWS and not has_plan(system, geometry, bucket):
+        return None
+    least, most = int(values[low]), int(values[high] - values[low])
+    left = boundary.value - bucket * least
+    if left < 0 or left > bucket * most:
+        return None
+    # As many of the longest requests as fit, one between, and the rest as short as may be.
+    full, rest = divmod(left, most) if most else (0, 0)
+    between = int(np.searchsorted(values, least + rest, side="right")) - 1
+    lengths = [*[high] * full, *[between] * bool(rest), *[low] * bucket][:bucket]
+    if values[between] != least + rest or (not any(lengths) and undefined_when_empty(system, geometry, bucket)):
+        return None
+    return tuple(lengths)
+
+
+# Recognising one ----------------------------------------------------------------------------------------------------
+
+
+def marks(round_: Round, system: str, geometry: Geometry) -> set[Mark]:
+    """The marks of every boundary that `round_` holds, and of other values of the same kinds."""
+    lengths, requests, n = round_.seq_lens, round_.requests, geometry.draft_tokens
+    found: set[Mark] = {(Kind.BATCH, round_.raw_batch, 0, "", round_.bucket)}
+    found |= {(Kind.LENGTH, length, 0, "", 0) for length in lengths}
+    found |= {(Kind.ROW, row, 0, "", 0) for row in requests}
+    found |= {(Kind.EMPTY, 0, 0, which, 0) for which in _empties(lengths, round_.bucket)}
+    if len(set(requests)) < len(requests):
+        found.add((Kind.ALIAS, 0, 0, ONE_TWICE, 0))
+    if set(round_.remap) & set(requests):
+        found.add((Kind.ALIAS, 0, 0, OTHER_PAGES, 0))
+    if sum(lengths) >= _INT32:
+        found.add((Kind.SUM, _INT32, 0, "", 0))
+    if system == "draft_extend":
+        found |= {(Kind.EXTEND, 0, 0, which, 0) for which in _relations(round_, n)}
+    if geometry.indexer:
+        found.update(_totals(round_, system, geometry))
+        shortest = shortest_seq_len(system, geometry)
+        counts = round_.accept_lens or (n,) * len(lengths)
+        residues = [(length - shortest) % geometry.pool_size for length in lengths]
+        found |= {(Kind.WRITE, residue, count, "", 0) for residue, count in zip(residues, counts, strict=True)}
+    return found
+
+
+def _empties(lengths: Sequence[int], bucket: int) -> Iterator[str]:
+    if lengths:
+        yield from ["first"] * (lengths[0] == 0)
+        yield from ["last"] * (lengths[-1] == 0)
+        yield from ["middle"] * (0 in lengths[1:-1])
+        yield from ["all"] * (not any(lengths) and len(lengths) == bucket)
+
+
+def _relations(round_: Round, n: int) -> Iterator[str]:
+    lengths, extends = round_.seq_lens, round_.extend_lens or (n,) * round_.raw_batch
+    yield from ["longer than the length"] * any(map(int.__gt__, extends, lengths))
+    yield from ["equal to the length"] * any(map(int.__eq__, extends, lengths))
+    yield from ["nothing by one request"] * (0 in extends and any(extends))
+    # A pad request extends by N (contract 0.2), so these two take a full batch.
+    if len(extends) == round_.bucket:
+        yield from ["nothing at all"] * (not any(extends))
+        yield from ["all rows"] * all(extend == n for extend in extends)
+
+
+def _totals(round_: Round, system: str, geometry: Geometry) -> Iterator[Mark]:
+    table = per_request(system, geometry)
+    lengths, pads = list(round_.seq_lens), round_.bucket - round_.raw_batch
+    lengths += [seq_len_fill(system, geometry)] * bool(pads)
+    counts = np.ones(len(lengths), np.int64)
+    counts[len(lengths) - 1 :] = max(pads, 1)
+    yield Kind.TILES, int((table.tiles[lengths] * counts).sum()), 0, "", 0
+    if has_plan(system, geometry, round_.bucket):
+        for threshold, rows in table.long_rows.items():
+            yield Kind.LONG_ROWS, int((rows[lengths] * counts).sum()), threshold, "", 0

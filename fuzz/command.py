@@ -1,0 +1,186 @@
+"""`dsa-verify fuzz`: worlds of rounds for one subject or several systems, to lines, JSON and an exit status. What is
+found is shrunk, and what the small case depends on is said in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from dsa_verify.device import environment
+from dsa_verify.errors import UsageError
+from dsa_verify.findings import Diagnosis, Finding
+from dsa_verify.geometry import Geometry, parse_settings
+from dsa_verify.graphs import Backend, open_backend
+from dsa_verify.job import Job
+from dsa_verify.matrix import Config, diagnostic_matrix
+from dsa_verify.report import document
+from dsa_verify.report.terminal import Terminal
+from dsa_verify.runs import Outcome, Run, open_run, status_of
+from dsa_verify.scenario import read_case
+from dsa_verify.systems import SYSTEMS, System, get_system
+from fuzz.coverage import Coverage, say
+from fuzz.explain import explain
+from fuzz.fuzzer import FuzzResult, fuzz
+from fuzz.shrink import shrink
+from fuzz.trials import Signature
+
+# Rounds of a system, and the buckets and drafts they are fuzzed with, where the command line does not say.
+ROUNDS: Final = {"cuda": 20_000, "cpu": 1_000}
+BATCHES: Final = {"cuda": (4, 16, 48), "cpu": (6,)}
+DRAFTS: Final = {"cuda": (2, 6), "cpu": (3,)}
+MOST_CONFIGS: Final = 4  # of a system: capturing costs as much as a thousand rounds
+NEVER_SHOWN: Final = 10  # lines of what was never visited; JSON has all
+NOT_SHRUNK: Final = (Diagnosis.FLAKY,)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options of the command, as parsed; `settings` are KEY=VALUE texts."""
+
+    systems: tuple[str, ...]
+    preset: str | None
+    subject: str | None
+    fault: str | None
+    rounds: int | None
+    seed: int
+    batches: tuple[int, ...]
+    drafts: tuple[int, ...]
+    settings: tuple[str, ...]
+    resident: bool
+    keep_going: bool
+    shrink_s: float
+    json_path: Path | None
+    folder: Path
+
+
+def run(options: Options, device: torch.device) -> int:
+    """Do it all; returns the exit status. UsageError before anything has run."""
+    backend = open_backend(device)
+    if options.json_path is not None and not options.json_path.parent.is_dir():
+        raise UsageError(f"{options.json_path}: the folder does not exist; create it")
+    plan = [(get_system(name), _configs(get_system(name), options, device)) for name in _systems(options)]
+    rounds = options.rounds if options.rounds is not None else ROUNDS[device.type]
+    runs: list[Run] = []
+    results: list[dict[str, Any]] = []
+    with Terminal(rounds * len(plan)) as terminal:
+        terminal.heading(environment(device), backend)
+
+        def work() -> None:
+            for system, configs in plan:
+                terminal.begin(system.name)
+                result = open_run(system.name, options.subject, backend)
+                runs.append(result)
+                results.append(_fuzz_system(system, configs, rounds, options, result, terminal, backend))
+                if result.findings and not options.keep_going:
+                    break
+
+        status = terminal.guard(work) or status_of(runs)
+        terminal.verdict(runs, status)
+    if options.json_path is not None:
+        text = json.dumps({**document.of(runs, status), "fuzz": results}, indent=2)
+        options.json_path.write_text(text + "\n", encoding="utf-8")
+    return status
+
+
+def _systems(options: Options) -> Sequence[str]:
+    names = options.systems or tuple(name for name, system in SYSTEMS.items() if system.by_default)
+    return list(dict.fromkeys(names))
+
+
+def _configs(system: System, options: Options, device: torch.device) -> list[Config]:
+    """A few of the matrix, other ones with another seed."""
+    settings = parse_settings(options.settings)
+    if options.drafts and not system.drafts and options.systems:
+        raise UsageError(f"--draft-tokens: has no effect in {system.name}, which has no draft; leave it out")
+    configs = diagnostic_matrix(
+        system,
+        Geometry.resolve(options.preset or system.preset(device.type), settings),
+        rounds=0,
+        seed=options.seed,
+        batches=options.batches or BATCHES[device.type],
+        drafts=options.drafts or (DRAFTS[device.type] if system.drafts else None),
+        fixed=frozenset(settings),
+    )
+    first = options.seed % len(configs)
+    return (configs[first:] + configs[:first])[:MOST_CONFIGS]
+
+
+def _fuzz_system(
+    system: System,
+    configs: Sequence[Config],
+    rounds: int,
+    options: Options,
+    result: Run,
+    terminal: Terminal,
+    backend: Backend,
+) -> dict[str, Any]:
+    parts: list[FuzzResult] = []
+    start = time.perf_counter()
+    for i, config in enumerate(configs):
+        # As even as it gets, and in all exactly what was asked for.
+        share = rounds * (i + 1) // len(configs) - rounds * i // len(configs)
+        if not share:
+            continue
+        job = Job.make(system, config.geometry, config.buckets, options.seed, options.subject, options.fault, backend)
+        part = fuzz(
+            job,
+            share,
+            options.seed,
+            Coverage(system.name, config.geometry, config.buckets),
+            folder=options.folder,
+            resident=options.resident,
+            on_rounds=terminal.advance,
+        )
+        parts.append(part)
+        result.counts.add(part.counts)
+        result.wall_s = time.perf_counter() - start
+        result.findings += part.findings
+        result.outcomes.append(Outcome(name=config.name, findings=part.findings, wall_s=result.wall_s))
+        for finding in part.findings:
+            terminal.finding(finding)
+        if part.findings:
+            _make_small(part.findings, options, terminal, backend)
+            if not options.keep_going:
+                result.stopped_early = i + 1 < len(configs)
+                break
+    terminal.end(result)
+    return _report(system.name, parts, terminal)
+
+
+def _make_small(findings: Sequence[Finding], options: Options, terminal: Terminal, backend: Backend) -> None:
+    """Shrink the first finding that has a case, and say what it depends on; the others come of the same rounds."""
+    finding = next((each for each in findings if each.case and each.diagnosis not in NOT_SHRUNK), None)
+    if finding is None or finding.case is None or not options.shrink_s:
+        return
+    signature = Signature.of(finding)
+    small = shrink(read_case(Path(finding.case)), signature, backend, budget_s=options.shrink_s)
+    path = Path(finding.case).with_suffix(".small.json")
+    path.write_text(small.scenario.to_json(), encoding="utf-8")
+    said = explain(small.scenario, signature, backend, budget_s=options.shrink_s)
+    ended = "" if small.finished else ", the time for it being over"
+    terminal.say(f"  shrunk in {small.seconds:.1f} s{ended}: {said.sentence}")
+    terminal.say(f"  reproduce: dsa-verify replay {shlex.quote(str(path))}")
+
+
+def _report(system: str, parts: Sequence[FuzzResult], terminal: Terminal) -> dict[str, Any]:
+    digest = hashlib.sha256(" ".join(part.digest for part in parts).encode()).hexdigest()[:16]
+    requested, executed = sum(part.requested for part in parts), sum(part.executed for part in parts)
+    visits = [visits for part in parts for visits in part.coverage.visits().values()]
+    terminal.say(
+        f"  rounds requested {requested}, executed {executed}; coverage {sum(map(bool, visits))} of {len(visits)}, "
+        f"digest {digest}"
+    )
+    never = list(dict.fromkeys(say(key) for part in parts for key in part.coverage.never_visited()))
+    for line in never[:NEVER_SHOWN]:
+        terminal.say(f"    never visited: {line}")
+    if len(never) > NEVER_SHOWN:
+        terminal.say(f"    and {len(never) - NEVER_SHOWN} more; --json has all")
+    return {"system": system, "coverage_digest": digest, "parts": [part.to_dict() for part in parts]}

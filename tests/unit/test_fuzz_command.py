@@ -1,0 +1,110 @@
+"""`dsa-verify fuzz`: what it prints and writes, its exit status, the same twice; and rounds drawn in bulk."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import DEVICE, backend, small
+
+from dsa_verify.errors import STATUS_EQUAL, STATUS_MISMATCH, UsageError
+from dsa_verify.job import Job
+from dsa_verify.scenario import read_case
+from dsa_verify.systems import SYSTEMS
+from fuzz import command
+from fuzz.coverage import Coverage
+from fuzz.expansion import expand
+from fuzz.fuzzer import fuzz
+from fuzz.resident import resident_chunks
+from fuzz.strategies import spec_at
+
+SMALL = ("context=37", "request_rows=9", "topk=8")
+
+
+def run(folder: Path, **changes: Any) -> tuple[int, dict[str, Any]]:
+    options = command.Options(
+        systems=("decode",),
+        preset="tiny",
+        subject="support:EagerDecode",
+        fault=None,
+        rounds=100,
+        seed=3,
+        batches=(4,),
+        drafts=(),
+        settings=SMALL,
+        resident=False,
+        keep_going=False,
+        shrink_s=30.0,
+        json_path=folder / "result.json",
+        folder=folder,
+    )
+    status = command.run(dataclasses.replace(options, **changes), DEVICE)
+    return status, json.loads((folder / "result.json").read_text())
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_right_pipeline_is_equal_and_the_same_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], resident: bool
+) -> None:
+    first, again = (run(tmp_path, resident=resident) for _ in range(2))
+    assert first[0] == again[0] == STATUS_EQUAL
+    (result,) = first[1]["fuzz"]
+    assert result["coverage_digest"] == again[1]["fuzz"][0]["coverage_digest"]
+    assert result["parts"][0]["rounds_requested"] == result["parts"][0]["rounds_executed"] == 100
+    assert run(tmp_path, resident=resident, seed=4)[1]["fuzz"][0]["coverage_digest"] != result["coverage_digest"]
+    assert "never visited: " in capsys.readouterr().out
+
+
+def test_a_fault_is_found_shrunk_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, result = run(tmp_path, fault="off_by_one_page")
+    assert status == STATUS_MISMATCH
+    (finding,) = result["findings"]
+    case = Path(finding["case"])
+    whole, shrunk = read_case(case), read_case(case.with_suffix(".small.json"))
+    assert len(shrunk.rounds) == 1 <= len(whole.rounds)
+    assert sum(round_.raw_batch for round_ in shrunk.rounds) <= 1
+    said = capsys.readouterr().out
+    assert "shrunk in " in said
+    assert f"reproduce: dsa-verify replay {case.with_suffix('.small.json')}" in said
+
+
+def test_what_has_no_effect_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--draft-tokens: has no effect in decode"):
+        run(tmp_path, drafts=(3,))
+    with pytest.raises(UsageError, match="not KEY=VALUE"):
+        run(tmp_path, settings=("context",))
+
+
+@pytest.mark.parametrize("system", sorted(SYSTEMS))
+def test_bulk_rounds_are_those_of_their_specs(system: str) -> None:
+    """Any of them can be rebuilt from (seed, number)."""
+    known = SYSTEMS[system]
+    geometry = small(draft_tokens=3 if known.drafts else 1)
+    if known.preset("cpu") != "tiny":
+        geometry = type(geometry).resolve(known.preset("cpu"), {"request_rows": 9, "draft_tokens": 3})
+    job = Job.make(known, geometry, (4, 2), 0, None, None, backend())
+    coverage = Coverage(system, geometry, job.buckets)
+    tables = list(resident_chunks(job, 7, 100, 50, 32, coverage))
+    rounds = [round_ for table in tables for round_ in table.rounds()]
+    specs = [spec_at(7, 100 + i, system, geometry, job.buckets) for i in range(50)]
+    expected = [expand(spec, system, geometry) for spec in specs]
+    for got, want in zip(rounds, expected, strict=True):
+        # A case may leave lengths out that are all N; a table says them.
+        lens = {
+            name: tuple(geometry.draft_tokens for _ in want.seq_lens)
+            for name in ("extend_lens", "accept_lens")
+            if getattr(want, name) is None and getattr(got, name) is not None
+        }
+        assert got == dataclasses.replace(want, **lens)
+    again = job.table(rounds[:32], tables[0].remap_rows.shape[1])
+    assert (again.remap_generations == tables[0].remap_generations).all()
+
+
+def test_bulk_fuzzing_finds_what_is_wrong() -> None:
+    job = Job.make(SYSTEMS["decode"], small(), (4, 2), 0, "support:EagerDecode", "rows_rolled", backend())
+    result = fuzz(job, 200, 1, folder=None, resident=True)
+    assert result.findings
+    assert result.executed < result.requested
