@@ -1,4 +1,4 @@
-"""The command line: `replay`, `fuzz`, `doctor` and `faults`.
+"""The command line: `replay`, `fuzz`, `campaign`, `doctor` and `faults`.
 
 This module imports nothing heavy, so that `--help` answers at once; each command imports what it needs. Results are
 written even when a run is cut short, and every way to end has an exit status of its own (errors.py).
@@ -110,6 +110,15 @@ def fuzz(**options: Any) -> None:
     from fuzz.command import Options, run
 
     _end(run(Options(**options), device))
+
+
+@cli.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def campaign(arguments: tuple[str, ...]) -> None:
+    """Fuzz for as long as you let it, in processes that may die: DIR, or status, report, merge, waive, recheck."""
+    from fuzz.campaign import main
+
+    main.main(args=list(arguments), prog_name="dsa-verify campaign", standalone_mode=False)
 
 
 @cli.command()

@@ -1,0 +1,464 @@
+"""Campaign: runs shards until its time or its rounds are over, and can be resumed after whatever ended it.
+
+The plan is written once; a shard is a pure function of it. This process hands shards to an executor, indexes what they
+leave in their folders, and never touches a device. Killed at any moment, it loses at most the shards in flight, and the
+next run says so. `python -m fuzz.campaign DIR`, and `status`, `report`, `merge`, `waive`, `recheck`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from dsa_verify.errors import (
+    STATUS_EQUAL,
+    STATUS_HARNESS,
+    STATUS_INTERRUPTED,
+    STATUS_USAGE,
+    DsaVerifyError,
+    HarnessError,
+    UsageError,
+)
+from dsa_verify.geometry import parse_settings
+from fuzz.campaign_live import Display, Flight, Health, Moment
+from fuzz.campaign_report import finding_lines, report_lines, status_lines, summary, verdict_lines
+from fuzz.executors import Pool, open_pool
+from fuzz.plan import PLAN_FILE, Plan, read_plan, settle_plan
+from fuzz.shard import NO_ROOM, ShardResult
+from fuzz.shard_folder import (
+    PROGRESS_FILE,
+    STOP_FILE,
+    attempts_in,
+    held,
+    read_json,
+    read_progress,
+    shard_folder,
+    shard_numbers,
+    write_whole,
+)
+from fuzz.store import RECHECKS_FILE, WAIVERS_FILE, Store, StoreLocked, note_recheck, waive
+from fuzz.supervise import TIMEOUT_S, supervise_in_slot
+
+LOCK_FILE: Final = "campaign.lock"
+TICK_S: Final = 0.5
+DEFAULT_BUDGET: Final = "1h"
+_UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+# What a plan is where nothing else is said; the systems are those that a run which names none includes.
+DEFAULTS: Final[dict[str, Any]] = {"systems": ("decode", "target_verify", "draft_extend")}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Of one run of a campaign; others may follow with other limits. `max_rounds`: of the whole campaign, rounded up to
+    whole shards. None: no limit."""
+
+    budget_s: float | None
+    max_rounds: int | None
+    timeout_s: float = TIMEOUT_S
+
+    def shards(self, plan: Plan) -> int | None:
+        return None if self.max_rounds is None else -(-self.max_rounds // plan.rounds_a_shard)
+
+
+class Campaign:
+    """One run of the campaign in `root`, by `pool`, within `limits`."""
+
+    def __init__(self, root: Path, plan: Plan, limits: Limits, pool: Pool, display: Display) -> None:
+        self.root, self.plan, self.limits, self.pool, self.display = root, plan, limits, pool, display
+        self._flights: dict[Future[ShardResult], int] = {}
+        self._unindexed: set[int] = set()
+        self._start = time.monotonic()
+        self._stopping = False
+        self._health = Health()
+        self._interrupted = False
+        self._facts: dict[str, Any] = {}
+        self._executed_before = 0
+
+    def run(self) -> int:
+        """The exit status. Raises what no shard could be run for."""
+        stop = self.root / STOP_FILE
+        stop.unlink(missing_ok=True)
+        with Store(self.root) as store, self.display.open():
+            self._store = store
+            store.rebuild()
+            facts = summary(store)
+            self._facts, self._executed_before = facts, facts["rounds_executed"]
+            known = {finding["key"] for finding in facts["findings"]}
+            waiting = self._numbers()
+            try:
+                self._fill(waiting)
+                while self._flights:
+                    known = self._tick(known)
+                    self._fill(waiting)
+            except BaseException:
+                # Shards in other processes must not go on for a campaign that is over.
+                self._end()
+                wait(self._flights)
+                raise
+            finally:
+                stop.unlink(missing_ok=True)
+            store.rebuild()
+            facts = summary(store)
+        for text in verdict_lines(facts):
+            self.display.say(text)
+        return STATUS_INTERRUPTED if self._interrupted else int(facts["status"])
+
+    def _numbers(self) -> Iterator[int]:
+        """Of the shards that are still to be run: those begun and not ended first."""
+        done = {number for number in shard_numbers(self.root) if self._done(number)}
+        last = self.limits.shards(self.plan)
+        return (number for number in (itertools.count() if last is None else range(last)) if number not in done)
+
+    def _done(self, number: int) -> bool:
+        result = ShardResult.read(shard_folder(self.root, number))
+        return result is not None and result.final
+
+    def _fill(self, waiting: Iterator[int]) -> None:
+        while not self._over() and len(self._flights) < self.pool.width:
+            number = next(waiting, None)
+            if number is None:
+                return
+            folder = shard_folder(self.root.resolve(), number)
+            future = self.pool.executor.submit(
+                supervise_in_slot, self.plan.shard(number), folder, self.limits.timeout_s
+            )
+            self._flights[future] = number
+
+    def _over(self) -> bool:
+        if not self._stopping and self.limits.budget_s is not None:
+            self._stopping = time.monotonic() - self._start >= self.limits.budget_s
+            if self._stopping:
+                self.display.say("the budget is spent; shards are ending")
+                self._end()
+        return self._stopping
+
+    def _end(self) -> None:
+        """Ask all shards to end; they see it within a heartbeat, or are killed."""
+        self._stopping = True
+        with contextlib.suppress(OSError):
+            write_whole(self.root / STOP_FILE, "")
+        for future in self._flights:
+            future.cancel()
+
+    def _tick(self, known: set[str]) -> set[str]:
+        """Wait a little, take in what has ended, show what there is; the keys of all findings."""
+        try:
+            done, _ = wait(self._flights, timeout=TICK_S, return_when=FIRST_COMPLETED)
+        except KeyboardInterrupt:
+            if self._interrupted:
+                os._exit(STATUS_INTERRUPTED)  # shards end with their supervisor
+            self._interrupted = True
+            self.display.say("interrupted; shards are ending (again to end at once: what is in flight is then lost)")
+            self._end()
+            return known
+        for future in done:
+            number = self._flights.pop(future)
+            self._unindexed.add(number)
+            if not future.cancelled():
+                self._take(number, future.result())
+        self._index()
+        facts = summary(self._store) if done or self.display.live else self._facts
+        self._facts = facts
+        for finding in facts["findings"]:
+            if finding["key"] not in known:
+                for text in finding_lines(finding, self.root):
+                    self.display.say(text)
+        self._over()
+        self.display.show(self._moment(facts))
+        return known | {finding["key"] for finding in facts["findings"]}
+
+    def _take(self, number: int, result: ShardResult) -> None:
+        folder = shard_folder(self.root, number)
+        if result.final and ShardResult.read(folder) is None:
+            self.display.say(f"shard {number}: its results are on another disk; unite the folders with `merge`")
+        for attempt in attempts_in(folder):
+            self.display.say(
+                f"shard {number}: {attempt['ended']}: {attempt['text']} "
+                f"({attempt['rounds_lost']} rounds in flight lost)"
+            )
+        self.display.say(
+            f"shard {number}: {result.system}, {result.executed} of {result.requested} rounds, {result.ended}"
+        )
+
+    def _index(self) -> None:
+        for number in sorted(self._unindexed):
+            try:
+                self._store.index(number)
+            except StoreLocked as error:
+                self.display.say(f"{error}; it is tried again with the next shard")
+                return
+            self._unindexed.discard(number)
+
+    def _moment(self, facts: dict[str, Any]) -> Moment:
+        flights = [self._flight(number) for number in sorted(self._flights.values())]
+        elapsed = time.monotonic() - self._start
+        rounds = facts["rounds_executed"] - self._executed_before + sum(flight.rounds for flight in flights)
+        budget, most = self.limits.budget_s, self.limits.max_rounds
+        return Moment(
+            facts=facts,
+            flights=flights,
+            rounds_per_s=rounds / elapsed if elapsed else 0.0,
+            left_s=None if budget is None else budget - elapsed,
+            rounds_left=None if most is None else max(most - facts["rounds_executed"], 0),
+            health=self._health.lines(),
+        )
+
+    def _flight(self, number: int) -> Flight:
+        folder = shard_folder(self.root, number)
+        progress, silent_s = read_progress(folder), None
+        with contextlib.suppress(FileNotFoundError):
+            silent_s = time.time() - (folder / PROGRESS_FILE).stat().st_mtime
+        return Flight(
+            number=number,
+            system=self.plan.shard(number).system,
+            rounds=progress["rounds"],
+            silent_s=silent_s,
+            attempts=len(attempts_in(folder)),
+        )
+
+
+def run_campaign(root: Path, plan: Plan, limits: Limits, pool: Pool, display: Display) -> int:
+    """Run or resume the campaign in `root`; the exit status. FolderInUse while another process does."""
+    with held(root / LOCK_FILE):
+        try:
+            return Campaign(root, plan, limits, pool, display).run()
+        except UsageError:
+            if not any(ShardResult.read(shard_folder(root, number)) for number in shard_numbers(root)):
+                (root / PLAN_FILE).unlink()  # a plan that no shard can follow was never begun
+            raise
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            raise HarnessError(f"{root}: {error}; make room, then resume: what is there is whole") from error
+
+
+def merge(sources: Sequence[Path], into: Path) -> int:
+    """Unite the shards of `sources`, which must follow one plan, in the campaign `into`; how many were taken.
+
+    A shard is taken from the first folder in which it has ended, or else in which it was begun: it is a pure function
+    of the plan, so any will do.
+    """
+    plans = {source: read_plan(source) for source in sources}
+    if (into / PLAN_FILE).exists():
+        plans[into] = read_plan(into)
+    first, plan = next(iter(plans.items()))
+    for source, other in plans.items():
+        if other != plan:
+            raise UsageError(f"{source}: follows another plan than {first}; merge campaigns of one plan only")
+    taken = 0
+    with held(into / LOCK_FILE):
+        settle_plan(into, dataclasses.asdict(plan), {})
+        for source in sources:
+            taken += sum(_take_shard(source, into, number) for number in shard_numbers(source))
+            for name in (WAIVERS_FILE, RECHECKS_FILE):
+                both = {**(read_json(source / name) or {}), **(read_json(into / name) or {})}
+                if both:
+                    write_whole(into / name, json.dumps(both, indent=1) + "\n")
+        with Store(into) as store:
+            store.rebuild()
+    return taken
+
+
+def _take_shard(source: Path, into: Path, number: int) -> bool:
+    theirs, ours = shard_folder(source, number), shard_folder(into, number)
+    if ours.exists():
+        mine, other = ShardResult.read(ours), ShardResult.read(theirs)
+        if (mine is not None and mine.final) or other is None or not other.final:
+            return False
+    fresh = ours.with_name(f".{ours.name}")
+    shutil.rmtree(fresh, ignore_errors=True)
+    shutil.copytree(theirs, fresh)
+    shutil.rmtree(ours, ignore_errors=True)
+    fresh.rename(ours)
+    return True
+
+
+# The command line ----------------------------------------------------------------------------------------------------
+
+
+class _DefaultRun(click.Group):
+    """A group whose first word may be a folder: then it is `run`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+_FOLDER: Final = click.Path(path_type=Path, file_okay=False)
+
+
+@click.group(cls=_DefaultRun, context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Fuzz for as long as you let it: `campaign DIR` begins one or resumes the one in DIR (the same as `run DIR`).
+
+    \b
+    Exit status:
+      0  no finding
+      1  findings
+      2  wrong usage
+      3  the harness failed, or a planted fault was not reported
+      4  nothing was verified
+      6  only flaky findings
+      130  interrupted; resume with the same command
+    """
+
+
+@main.command()
+@click.argument("root", metavar="DIR", type=_FOLDER)
+@click.option("--budget", help=f"Time for this run: 90s, 30m, 8h, 2d. Default without --max-rounds: {DEFAULT_BUDGET}.")
+@click.option("--max-rounds", type=click.IntRange(min=1), help="Rounds of the whole campaign, in whole shards.")
+@click.option("--systems", help="Comma-separated. Default: decode,target_verify,draft_extend.")
+@click.option("--subject", help="Pipeline under test: a shipped or installed name, or module:attribute.")
+@click.option("--seed", type=click.IntRange(min=0), help="Default: 0.")
+@click.option("--rounds-per-shard", "rounds_a_shard", type=click.IntRange(min=1), help="Default: 16384.")
+@click.option("--preset", help="Model geometry. Default: what each system has for the device.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a field of the geometry.")
+@click.option("--batch", "batches", type=int, multiple=True, help="Batch bucket; repeatable.")
+@click.option("--device", help="auto, cpu or cuda. Default: auto.")
+@click.option("--resident", is_flag=True, default=None, help="Unsteered rounds, drawn in bulk on the device.")
+@click.option("--executor", default="local", show_default=True, help="local, or dask://HOST:PORT.")
+@click.option("--workers", type=click.IntRange(min=1), help="Shards at once. Default: one for each GPU, or core.")
+@click.option(
+    "--timeout", "timeout_s", type=float, default=TIMEOUT_S, show_default=True, help="Silence in s that is a hang."
+)
+def run(
+    root: Path,
+    budget: str | None,
+    max_rounds: int | None,
+    executor: str,
+    workers: int | None,
+    timeout_s: float,
+    **given: Any,
+) -> None:
+    """Begin the campaign in DIR, or resume it."""
+    settled = {name: value for name, value in given.items() if value not in (None, ())}
+    if "systems" in settled:
+        settled["systems"] = tuple(name.strip() for name in settled["systems"].split(","))
+    if "settings" in settled:
+        settled["settings"] = parse_settings(settled["settings"])
+    if timeout_s <= 0:
+        raise UsageError(f"--timeout: {timeout_s:g} is not above 0; a shard is silent while it captures and compiles")
+    budget_s = parse_time(budget or DEFAULT_BUDGET) if budget or max_rounds is None else None
+    plan = settle_plan(root, settled, DEFAULTS)
+    limits = Limits(budget_s=budget_s, max_rounds=max_rounds, timeout_s=timeout_s)
+    with open_pool(executor, plan.device, workers) as pool:
+        display = Display()
+        display.say(f"campaign in {root}: {', '.join(plan.systems)}, seed {plan.seed}, on {', '.join(pool.devices)}")
+        status = run_campaign(root, plan, limits, pool, display)
+    sys.exit(status)
+
+
+@main.command()
+@click.argument("root", metavar="DIR", type=_FOLDER)
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def status(root: Path, as_json: bool) -> None:
+    """Say where the campaign in DIR stands."""
+    facts = _facts(root)
+    click.echo(json.dumps(facts, indent=2) if as_json else "\n".join(status_lines(facts)))
+
+
+@main.command()
+@click.argument("root", metavar="DIR", type=_FOLDER)
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def report(root: Path, as_json: bool) -> None:
+    """Report everything that the campaign in DIR found and lost; ends with the status of the campaign."""
+    facts = _facts(root)
+    click.echo(json.dumps(facts, indent=2) if as_json else "\n".join(report_lines(facts, root)))
+    sys.exit(int(facts["status"]))
+
+
+@main.command("merge")
+@click.argument("sources", metavar="DIR...", nargs=-1, required=True, type=_FOLDER)
+@click.option("--into", required=True, type=_FOLDER, help="The campaign that gets the shards; may be new.")
+def merge_command(sources: tuple[Path, ...], into: Path) -> None:
+    """Unite campaigns of one plan that were run in several folders."""
+    click.echo(f"{merge(sources, into)} shard(s) taken into {into}")
+
+
+@main.command("waive")
+@click.argument("root", metavar="DIR", type=_FOLDER)
+@click.argument("key", metavar="FINDING")
+@click.option("--issue", required=True, help="Where the defect is tracked.")
+def waive_command(root: Path, key: str, issue: str) -> None:
+    """Let one finding of the campaign in DIR not count, until it is gone."""
+    read_plan(root)
+    waive(root, key, issue)
+
+
+@main.command()
+@click.argument("root", metavar="DIR", type=_FOLDER)
+def recheck(root: Path) -> None:
+    """Replay the case of every finding: one that does not show any more is gone."""
+    for key, shown, repeats in _rechecked(root):
+        note_recheck(root, key, shown, repeats)
+        click.echo(f"{key}: shown {shown} of {repeats} times{'' if shown else '; gone'}")
+
+
+def _rechecked(root: Path) -> Iterator[tuple[str, int, int]]:
+    """(key, shown, repeats), each replay in a process of its own: a case may end the one that replays it."""
+    import subprocess
+
+    plan = read_plan(root)
+    repeats = 3
+    for finding in _facts(root)["findings"]:
+        if finding["path"] is None or finding["shown"] < finding["repeats"]:
+            continue  # a flaky one that does not show is not gone
+        case = root / finding["path"]
+        command = [sys.executable, "-m", "dsa_verify.cli", "replay", str(case), "--device", plan.device]
+        ends = [subprocess.run(command, capture_output=True, check=False) for _ in range(repeats)]
+        broken = [end for end in ends if end.returncode in (STATUS_USAGE, STATUS_HARNESS)]
+        if broken:
+            raise UsageError(f"{case}: cannot be replayed: {broken[0].stderr.decode(errors='replace').strip()}")
+        yield finding["key"], sum(end.returncode != STATUS_EQUAL for end in ends), repeats
+
+
+def _facts(root: Path) -> dict[str, Any]:
+    """Of the folders as they are, unless a campaign is running, which writes the store itself."""
+    read_plan(root)
+    with Store(root) as store:
+        with contextlib.suppress(DsaVerifyError), held(root / LOCK_FILE):
+            store.rebuild()
+        return summary(store)
+
+
+def parse_time(text: str) -> float:
+    """Seconds of 90s, 30m, 8h, 2d; UsageError otherwise."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    if match is None or not float(match[1]):
+        raise UsageError(f"--budget: {text!r} is not a time above 0; write 90s, 30m, 8h or 2d")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _guarded(work: Callable[[], object]) -> int:
+    """`python -m fuzz.campaign`, with the statuses that `dsa-verify campaign` has."""
+    try:
+        work()
+        return STATUS_EQUAL
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.ClickException as error:
+        error.show()
+        return STATUS_USAGE
+    except click.Abort:
+        return STATUS_INTERRUPTED
+    except DsaVerifyError as error:
+        click.echo(f"dsa-verify: {error}", err=True)
+        return error.status
+
+
+if __name__ == "__main__":
+    sys.exit(_guarded(lambda: main(standalone_mode=False)))

@@ -1,0 +1,154 @@
+"""Shard: one process's share of a campaign, a pure function of its specification. `python -m fuzz.shard FOLDER`.
+
+The process ends with a status of its own for each reason, and at once: after a sticky error nothing may be asked of the
+device again. What it does is in shard_work.py; nothing heavy is imported before the folder is locked and the parent is
+watched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from dsa_verify.errors import (
+    STATUS_DEVICE_LOST,
+    STATUS_EQUAL,
+    STATUS_HARNESS,
+    STATUS_INTERRUPTED,
+    DsaVerifyError,
+    UsageError,
+)
+from fuzz.plan import ShardSpec
+from fuzz.shard_folder import REPEAT_FOLDER, held, read_json, write_json
+
+# Beside those of errors.py, which say what a run means, two that say why a shard could not go on.
+STATUS_NO_ROOM: Final = 7
+STATUS_OUT_OF_MEMORY: Final = 8
+
+RESULT_FILE: Final = "result.json"
+SPEC_FILE: Final = "spec.json"
+LOCK_FILE: Final = "lock"
+NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+MEMORY_SIGNS: Final = ("OutOfMemoryError", "MemoryError", "out of memory", "can't allocate memory")
+
+
+class OutOfMemory(DsaVerifyError):
+    """Memory did not suffice: no verdict about the subject."""
+
+    status = STATUS_OUT_OF_MEMORY
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ShardResult:
+    """How a shard ended. `ended`: "complete"; "stopped" (the campaign's time was over, redone on resuming); else why
+    its rounds were not all run. `executed`: rounds that were judged. `canary`: {fault, verdict, finding, why}.
+    `coverage`: {configuration, visited, never, digest}. `failed`: the harness's own failure, which gives no verdict.
+    """
+
+    number: int
+    system: str
+    configuration: str
+    ended: str
+    requested: int
+    executed: int
+    wall_s: float = 0.0
+    canary: Mapping[str, Any] | None = None
+    coverage: Mapping[str, Any] | None = None
+    failed: bool = False
+
+    @property
+    def final(self) -> bool:
+        """Whether resuming leaves it as it is."""
+        return self.ended != "stopped" and not self.failed
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / RESULT_FILE, dataclasses.asdict(self))
+
+    @classmethod
+    def read(cls, folder: Path) -> ShardResult | None:
+        data = read_json(folder / RESULT_FILE)
+        return None if data is None else cls(**data)
+
+
+def run_shard(spec: ShardSpec, folder: Path) -> ShardResult:
+    """Run the shard in this process; what it finds is in `folder`. Raises what the statuses stand for."""
+    from dsa_verify.device import settle_device
+
+    device = settle_device(spec.plan.device)
+    from fuzz.shard_work import work_shard
+
+    return work_shard(spec, folder, device)
+
+
+def repeat_case(case: Path, folder: Path, device: str) -> None:
+    """Replay a case that ended a process and see whether it ends this one, too."""
+    from dsa_verify.device import settle_device
+
+    settled = settle_device(device)
+    from fuzz.shard_work import replay_step_by_step
+
+    replay_step_by_step(case, folder, settled)
+
+
+def _status_of(work: Callable[[], None]) -> int:
+    """Do `work`; the exit status, the reason on standard error."""
+    try:
+        work()
+        return STATUS_EQUAL
+    except DsaVerifyError as error:
+        print(f"dsa-verify: {error}", file=sys.stderr)
+        return error.status
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            print(f"dsa-verify: {error}", file=sys.stderr)
+            return STATUS_NO_ROOM
+        if isinstance(error, MemoryError) or any(sign in str(error) for sign in MEMORY_SIGNS):
+            print(f"dsa-verify: {type(error).__name__}: {error}", file=sys.stderr)
+            return STATUS_OUT_OF_MEMORY
+        if "CUDA error" in str(error):
+            print(f"dsa-verify: {type(error).__name__}: {error}", file=sys.stderr)
+            return STATUS_DEVICE_LOST
+        traceback.print_exc()
+        return STATUS_HARNESS
+
+
+def _end_with_parent() -> None:
+    """A shard whose supervisor is gone ends at once: the next one must be able to begin it anew."""
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        os._exit(STATUS_INTERRUPTED)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main(arguments: list[str]) -> int:
+    """`FOLDER`, whose spec.json says what to run; or `FOLDER CASE DEVICE`: repeat that case."""
+    _end_with_parent()
+    folder = Path(arguments[0])
+
+    def work() -> None:
+        with held(folder / LOCK_FILE):
+            if len(arguments) > 1:
+                repeat_case(Path(arguments[1]), folder / REPEAT_FOLDER, arguments[2])
+                return
+            data = read_json(folder / SPEC_FILE)
+            if data is None:
+                raise UsageError(f"{folder}: {SPEC_FILE} is missing; a campaign writes it")
+            run_shard(ShardSpec.from_dict(data), folder)
+
+    return _status_of(work)
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

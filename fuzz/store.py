@@ -1,0 +1,203 @@
+"""Store: an SQLite index over the shard folders of a campaign, for whoever wants to ask more than a report says.
+
+The folders are the truth: the store can be deleted at any time and is made again with the same content. One process
+writes it, the supervisor, a shard at a time and in one transaction each; WAL lets others read meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+from dsa_verify.errors import HarnessError, UsageError
+from fuzz.shard import SPEC_FILE, ShardResult
+from fuzz.shard_folder import STATES, attempts_in, findings_in, read_json, shard_folder, shard_numbers, write_json
+
+STORE_FILE: Final = "campaign.sqlite"
+WAIVERS_FILE: Final = "waivers.json"  # {key of a finding: the issue that it is waived for}
+RECHECKS_FILE: Final = "rechecks.json"  # {key of a finding: [shown, repeats] when its case was replayed last}
+LOCK_WAIT_S: Final = 2.0
+LOCK_TRIES: Final = 5
+
+_SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS shards (
+    number INTEGER PRIMARY KEY, system TEXT, configuration TEXT, ended TEXT, requested INTEGER, executed INTEGER,
+    wall_s REAL, canary_fault TEXT, canary_verdict TEXT, canary_why TEXT, coverage TEXT
+);
+CREATE TABLE IF NOT EXISTS attempts (
+    shard INTEGER, attempt INTEGER, ended TEXT, text TEXT, rounds_lost INTEGER, PRIMARY KEY (shard, attempt)
+);
+CREATE TABLE IF NOT EXISTS sightings (
+    key TEXT, shard INTEGER, planted INTEGER, system TEXT, subject TEXT, field TEXT, diagnosis TEXT, law TEXT,
+    state TEXT, rank INTEGER, shown INTEGER, repeats INTEGER, sentence TEXT, path TEXT, note TEXT,
+    PRIMARY KEY (key, shard)
+);
+CREATE TABLE IF NOT EXISTS waivers (key TEXT PRIMARY KEY, issue TEXT);
+CREATE TABLE IF NOT EXISTS rechecks (key TEXT PRIMARY KEY, shown INTEGER, repeats INTEGER);
+CREATE VIEW IF NOT EXISTS findings AS
+    SELECT best.key, best.planted, best.system, best.subject, best.field, best.diagnosis, best.law,
+        CASE WHEN rechecks.shown = 0 THEN 'gone' WHEN waivers.issue IS NOT NULL THEN 'waived' ELSE best.state END
+            AS state,
+        waivers.issue, best.shown, best.repeats, best.sentence, best.path, best.note, best.shard, best.sightings
+    FROM (
+        SELECT *, COUNT(*) OVER (PARTITION BY key) AS sightings,
+            ROW_NUMBER() OVER (PARTITION BY key ORDER BY rank DESC, shard) AS place
+        FROM sightings
+    ) AS best
+    LEFT JOIN waivers ON waivers.key = best.key LEFT JOIN rechecks ON rechecks.key = best.key
+    WHERE best.place = 1;
+"""
+
+
+class StoreLocked(HarnessError):
+    """Another process would not let go of the store."""
+
+
+class Store:
+    """The index of the campaign in `root`. Every method that writes waits for a lock, up to LOCK_TRIES x LOCK_WAIT_S,
+    and raises StoreLocked after that; what it would have written is in the folders."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._path = root / STORE_FILE
+        self._connection = sqlite3.connect(self._path, timeout=LOCK_WAIT_S, isolation_level=None)
+        self._connection.row_factory = sqlite3.Row
+        self._patiently(lambda: self._connection.execute("PRAGMA journal_mode = WAL"))
+        self._patiently(lambda: self._connection.executescript(_SCHEMA))
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._connection.close()
+
+    def rebuild(self) -> None:
+        """The same content as if every shard had been indexed when it ended."""
+        numbers = shard_numbers(self.root)
+        with self._writing():
+            for table in ("shards", "attempts", "sightings", "waivers", "rechecks"):
+                self._connection.execute(f"DELETE FROM {table}")
+            for number in numbers:
+                self._index(number)
+            self._index_verdicts()
+
+    def index(self, number: int) -> None:
+        """Take in what the folder of shard `number` holds now."""
+        with self._writing():
+            self._index(number)
+
+    def _index(self, number: int) -> None:
+        folder = shard_folder(self.root, number)
+        for table, column in (("shards", "number"), ("attempts", "shard"), ("sightings", "shard")):
+            self._connection.execute(f"DELETE FROM {table} WHERE {column} = ?", (number,))
+        self._insert("shards", _shard_row(number, folder))
+        for attempt in attempts_in(folder):
+            row = {key: attempt[key] for key in ("attempt", "ended", "text", "rounds_lost")}
+            self._insert("attempts", {"shard": number, **row})
+        for record in findings_in(folder):
+            key, path = record.key, record.shrunk or record.case
+            row = {
+                "key": key.name,
+                "shard": number,
+                "planted": int(key.planted),
+                "system": key.system,
+                "subject": key.subject,
+                "field": key.field,
+                "diagnosis": key.diagnosis,
+                "law": key.law,
+                "state": record.state,
+                "rank": STATES.index(record.state),
+                "shown": record.shown,
+                "repeats": record.repeats,
+                "sentence": record.finding["sentence"],
+                "path": None if path is None else str((folder / path).relative_to(self.root)),
+                "note": record.note,
+            }
+            self._insert("sightings", row)
+
+    def _index_verdicts(self) -> None:
+        for key, issue in (read_json(self.root / WAIVERS_FILE) or {}).items():
+            self._insert("waivers", {"key": key, "issue": issue})
+        for key, (shown, repeats) in (read_json(self.root / RECHECKS_FILE) or {}).items():
+            self._insert("rechecks", {"key": key, "shown": shown, "repeats": repeats})
+
+    def _insert(self, table: str, row: Mapping[str, Any]) -> None:
+        places = ", ".join("?" * len(row))
+        self._connection.execute(f"INSERT INTO {table} ({', '.join(row)}) VALUES ({places})", tuple(row.values()))
+
+    def rows(self, query: str, *values: Any) -> list[dict[str, Any]]:
+        """The rows that an SQL query gives."""
+        return [dict(row) for row in self._connection.execute(query, values)]
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        self._patiently(lambda: self._connection.execute("BEGIN IMMEDIATE"))
+        try:
+            yield
+        except BaseException:
+            self._connection.execute("ROLLBACK")
+            raise
+        self._connection.execute("COMMIT")
+
+    def _patiently(self, work: Callable[[], object]) -> None:
+        for attempt in range(LOCK_TRIES):
+            try:
+                work()
+                return
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) and "busy" not in str(error):
+                    raise HarnessError(f"{self._path}: {error}; the folders beside it hold all that it did") from error
+                time.sleep(LOCK_WAIT_S / 10 * attempt)
+        raise StoreLocked(
+            f"{self._path} has been locked by another process for {LOCK_TRIES} tries of {LOCK_WAIT_S:g} s; end that "
+            "process; nothing is lost, the folders beside it hold all that it would"
+        )
+
+
+def _shard_row(number: int, folder: Path) -> dict[str, Any]:
+    result = ShardResult.read(folder)
+    if result is None:
+        spec = read_json(folder / SPEC_FILE) or {"plan": {"rounds_a_shard": 0}}
+        return {"number": number, "ended": "unfinished", "requested": spec["plan"]["rounds_a_shard"], "executed": 0}
+    canary = result.canary or {}
+    return {
+        "number": number,
+        "system": result.system,
+        "configuration": result.configuration,
+        "ended": result.ended,
+        "requested": result.requested,
+        "executed": result.executed,
+        "wall_s": result.wall_s,
+        "canary_fault": canary.get("fault"),
+        "canary_verdict": canary.get("verdict"),
+        "canary_why": canary.get("why"),
+        "coverage": json.dumps(result.coverage) if result.coverage else None,
+    }
+
+
+# What is said of findings later --------------------------------------------------------------------------------------
+
+
+def waive(root: Path, key: str, issue: str) -> None:
+    """Let the finding `key` not count, for `issue`; UsageError if there is none, or it is planted."""
+    with Store(root) as store:
+        store.rebuild()
+        known = [row["key"] for row in store.rows("SELECT key FROM findings WHERE planted = 0 ORDER BY key")]
+    if key not in known:
+        raise UsageError(f"finding {key!r} is unknown; known findings: {', '.join(known) or 'none'}")
+    if not issue.strip():
+        raise UsageError("issue: empty; say where the defect is tracked")
+    write_json(root / WAIVERS_FILE, {**(read_json(root / WAIVERS_FILE) or {}), key: issue})
+
+
+def note_recheck(root: Path, key: str, shown: int, repeats: int) -> None:
+    """How often the case of the finding `key` showed it when it was replayed again."""
+    write_json(root / RECHECKS_FILE, {**(read_json(root / RECHECKS_FILE) or {}), key: [shown, repeats]})

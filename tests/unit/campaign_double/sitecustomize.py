@@ -1,0 +1,124 @@
+"""Stands in for what a shard does, for tests of what happens around it: processes, folders, the store.
+
+Python imports this first where its folder is on PYTHONPATH. A shard then takes a fraction of a second, as torch is
+never imported, and writes what a real one writes, in the same order. The plan's `subject` says how it behaves.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+CHUNK, CHUNKS = 8, 6
+FATAL_ROUND = 19
+
+
+def work_shard(spec: Any, folder: Path, device: str) -> None:
+    from fuzz.shard import OutOfMemory, ShardResult
+    from fuzz.shard_folder import STOP_FILE, FindingKey, FindingRecord, campaign_root, write_json, write_whole
+
+    behaviour = spec.plan.subject
+    ended = "complete"
+
+    def find(field: str, planted: bool = False) -> None:
+        facts = {"system": spec.system, "subject": behaviour, "field": field, "diagnosis": "stale", "sentence": field}
+        key = FindingKey.of(facts, planted=planted)
+        write_whole(folder / "cases" / f"{field}.json", "{}")
+        for state in ("found", "confirmed", "shrunk"):
+            FindingRecord(key=key, state=state, finding=facts, case=f"cases/{field}.json").write(folder)
+            time.sleep(0.005)
+
+    for chunk in range(CHUNKS):
+        start = chunk * CHUNK
+        write_whole(folder / "journal.json", case(start, CHUNK).to_json())
+        write_json(folder / "progress.json", {"rounds": start, "checked": start}, durable=False)
+        time.sleep(0.01)
+        if start <= FATAL_ROUND < start + CHUNK:
+            misbehave(behaviour)
+            if (behaviour == "hungry" and spec.batch_divisor == 1) or behaviour == "insatiable":
+                raise OutOfMemory("CUDA out of memory")
+            if behaviour == "fills the disk" and not (folder / "was full").exists():
+                (folder / "was full").touch()
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+        write_json(folder / "progress.json", {"rounds": start + CHUNK, "checked": start}, durable=False)
+        if behaviour == "wrong" and (spec.seed + chunk) % 3 == 0:
+            find(f"field_{(spec.seed + chunk) % 5}")
+        if (campaign_root(folder) / STOP_FILE).exists():
+            ended = "stopped"
+            break
+    if behaviour != "loses its canary":
+        find("canary", planted=True)
+    ShardResult(
+        number=spec.number,
+        system=spec.system,
+        configuration="double",
+        ended=ended,
+        requested=CHUNK * CHUNKS,
+        executed=start + CHUNK,
+        canary={"fault": "skip_refresh", "verdict": "reported", "finding": "canary", "why": None},
+        coverage={"possible": 10, "never": [["a", str(spec.number)], ["b", "always"]], "digest": ""},
+    ).write(folder)
+
+
+def misbehave(behaviour: str) -> None:
+    if behaviour == "segfaults":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if behaviour == "segfaults once" and not Path("segfaulted").exists():
+        Path("segfaulted").touch()
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if behaviour == "loses the device":
+        from dsa_verify.errors import DeviceLost
+
+        raise DeviceLost("the device reported: an illegal memory access")
+    if behaviour == "hangs":
+        time.sleep(60)
+    if behaviour == "is misspelt":
+        from dsa_verify.errors import UsageError
+
+        raise UsageError("subject 'is misspelt' is unknown")
+    if behaviour == "breaks the harness":
+        raise AssertionError("a broken assumption")
+
+
+def replay_step_by_step(path: Path, folder: Path, device: str) -> None:
+    from dsa_verify.scenario import read_case
+    from fuzz.shard_folder import write_json
+
+    scenario = read_case(path)
+    for i, round_ in enumerate(scenario.rounds):
+        write_json(folder / "progress.json", {"rounds": i, "checked": i}, durable=False)
+        if round_.seq_lens == (FATAL_ROUND,):
+            misbehave(scenario.subject or "")
+
+
+def case(start: int, count: int) -> Any:
+    """Rounds whose lengths are their numbers."""
+    from dsa_verify.geometry import Geometry
+    from dsa_verify.scenario import Round, Scenario
+    from fuzz.plan import ShardSpec
+    from fuzz.shard_folder import read_json
+
+    spec = ShardSpec.from_dict(read_json(Path(sys.argv[1]) / "spec.json") or {})
+    rounds = tuple(Round(bucket=1, seq_lens=(i,), requests=(1,)) for i in range(start, start + count))
+    return Scenario(
+        system=spec.system,
+        geometry=Geometry.resolve("tiny"),
+        buckets=(1,),
+        rounds=rounds,
+        subject=spec.plan.subject,
+        found="while it was replayed",
+    )
+
+
+for name, attributes in {
+    "dsa_verify.device": {"settle_device": lambda text: text},
+    "fuzz.shard_work": {"work_shard": work_shard, "replay_step_by_step": replay_step_by_step},
+}.items():
+    sys.modules[name] = types.ModuleType(name)
+    vars(sys.modules[name]).update(attributes)

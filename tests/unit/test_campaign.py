@@ -1,0 +1,611 @@
+"""Campaign: killed at any moment it loses no finding and doubles none; a death is attributed; silence is told apart.
+
+Shards are played by campaign_double/sitecustomize.py, so that what is tested is all that surrounds them. What a real
+shard does is tested in test_campaign_shard.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from dsa_verify.errors import HarnessError, UsageError
+from dsa_verify.scenario import read_case
+from fuzz import store as store_module
+from fuzz import supervise as supervise_module
+from fuzz.campaign import Limits, main, merge, parse_time, run_campaign
+from fuzz.campaign_live import Display, Flight, Moment
+from fuzz.campaign_report import report_lines, summary
+from fuzz.executors import open_pool
+from fuzz.plan import Plan, parse_plan, read_plan, settle_plan
+from fuzz.shard_folder import (
+    FolderInUse,
+    attempts_in,
+    findings_in,
+    held,
+    holder,
+    read_json,
+    read_progress,
+    shard_folder,
+    shard_numbers,
+    write_json,
+)
+from fuzz.store import Store, StoreLocked, note_recheck, waive
+from fuzz.supervise import supervise
+
+KILLS = int(os.environ.get("DSA_VERIFY_KILLS", "6"))
+HERE = Path(__file__).parent
+PROJECT = HERE.parents[1]
+ROUNDS = 48  # of a played shard
+
+
+@pytest.fixture(autouse=True)
+def played_shards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (HERE / "campaign_double", PROJECT))))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "campaign"
+
+
+def plan_of(behaviour: str, **rest: Any) -> Plan:
+    return Plan(systems=("decode",), subject=behaviour, rounds_a_shard=ROUNDS, device="cpu", **rest)
+
+
+def run(root: Path, behaviour: str, shards: int = 1, *, timeout_s: float = 20.0, budget_s: float | None = None) -> int:
+    plan = settle_plan(root, {}, {"systems": ("decode",), **vars_of(plan_of(behaviour))})
+    limits = Limits(budget_s=budget_s, max_rounds=shards * ROUNDS, timeout_s=timeout_s)
+    with open_pool("local", "cpu", 2) as pool:
+        return run_campaign(root, plan, limits, pool, Display(Console(file=io.StringIO())))
+
+
+def vars_of(plan: Plan) -> dict[str, Any]:
+    return {name: getattr(plan, name) for name in ("systems", "subject", "rounds_a_shard", "device")}
+
+
+def facts_of(root: Path) -> dict[str, Any]:
+    with Store(root) as store:
+        store.rebuild()
+        return summary(store)
+
+
+def shown(facts: dict[str, Any]) -> list[tuple[Any, ...]]:
+    return [(f["key"], f["state"], f["sightings"], f["shard"], f["path"]) for f in facts["findings"]]
+
+
+# Killed --------------------------------------------------------------------------------------------------------------
+
+
+def start(root: Path, shards: int) -> subprocess.Popen[bytes]:
+    options = ["--systems", "decode", "--subject", "wrong", "--rounds-per-shard", str(ROUNDS), "--device", "cpu"]
+    command = [sys.executable, "-m", "fuzz.campaign", str(root), "--max-rounds", str(shards * ROUNDS), "--workers", "2"]
+    return subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL)
+
+
+def children(root: Path) -> list[int]:
+    """Shards at work: those who hold a lock."""
+    found = []
+    for number in shard_numbers(root):
+        lock = shard_folder(root, number) / "lock"
+        try:
+            with held(lock):
+                pass
+        except FolderInUse:
+            found.append(holder(lock))
+    return [pid for pid in found if pid is not None]
+
+
+def in_flight(root: Path) -> int:
+    return sum(read_progress(shard_folder(root, number))["rounds"] for number in shard_numbers(root))
+
+
+def test_killed_at_random_moments_it_loses_nothing_and_doubles_nothing(root: Path, tmp_path: Path) -> None:
+    shards = max(6, KILLS)
+    assert run(tmp_path / "undisturbed", "wrong", shards) == 1
+    draw, kills, process = random.Random(KILLS), 0, start(root, shards)
+    try:
+        while process.poll() is None:
+            time.sleep(draw.uniform(0.2, 0.6))
+            if kills == KILLS:
+                continue
+            while not kills and process.poll() is None and not in_flight(root):
+                time.sleep(0.01)  # the first of them while work is in flight, the others whenever they come
+            if kills % 2:
+                for pid in children(root)[:1]:
+                    os.kill(pid, signal.SIGKILL)
+                    kills += 1
+            else:
+                process.kill()
+                process.wait()
+                kills += 1
+                process = start(root, shards)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    facts, undisturbed = facts_of(root), facts_of(tmp_path / "undisturbed")
+    assert len(undisturbed["findings"]) > 1
+    assert shown(facts) == shown(undisturbed)
+    assert facts["rounds_executed"] == undisturbed["rounds_executed"] == shards * ROUNDS
+    assert facts["canaries"] == {"reported": shards}
+    lost = {attempt["ended"] for attempt in facts["attempts"]}
+    assert lost <= {"interrupted", "killed"}
+    assert lost
+    assert facts["rounds_lost_in_flight"] > 0
+    assert any("in flight lost" in line for line in report_lines(facts, root))
+
+
+def test_a_shard_left_at_work_is_ended_before_its_folder_is_used(root: Path) -> None:
+    folder = shard_folder(root, 0)
+    write_json(folder / "spec.json", plan_of("hangs").shard(0).to_dict())
+    command = [sys.executable, "-m", "fuzz.shard", str(folder)]
+    orphan = subprocess.Popen(command, stdin=subprocess.PIPE)
+    while not (folder / "progress.json").exists() or (read_json(folder / "progress.json") or {})["rounds"] < 16:
+        time.sleep(0.02)
+    assert supervise(plan_of("wrong").shard(0), folder).ended == "complete"
+    assert orphan.wait(5) == -signal.SIGKILL
+    assert orphan.stdin is not None
+    orphan.stdin.close()
+    (attempt,) = attempts_in(folder)
+    assert (attempt["ended"], attempt["rounds_lost"]) == ("interrupted", 16)
+
+
+def test_a_shard_ends_with_its_supervisor(root: Path) -> None:
+    folder = shard_folder(root, 0)
+    write_json(folder / "spec.json", plan_of("hangs").shard(0).to_dict())
+    orphan = subprocess.Popen([sys.executable, "-m", "fuzz.shard", str(folder)], stdin=subprocess.PIPE)
+    assert orphan.stdin is not None
+    orphan.stdin.close()
+    assert orphan.wait(20) == 130
+
+
+def test_two_campaigns_in_one_folder_are_refused(root: Path) -> None:
+    run(root, "right", 0)
+    with held(root / "campaign.lock"), pytest.raises(FolderInUse, match=f"in use by process {os.getpid()}"):
+        run(root, "right", 1)
+
+
+# Deaths --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "behaviour, diagnosis, words, timeout_s",
+    [
+        ("segfaults", "crashes", "died of SIGSEGV; in round 3 of its case again 3 of 3 times", 20.0),
+        ("loses the device", "device lost", "lost its device; in round 3 of its case again 3 of 3 times", 20.0),
+        ("hangs", "hangs", "gave no sign of life and was killed; in round 3 of its case again 1 of 1 times", 2.5),
+    ],
+)
+def test_a_death_is_attributed_to_its_case(
+    root: Path, behaviour: str, diagnosis: str, words: str, timeout_s: float
+) -> None:
+    """The journal holds rounds 16 to 23 and the repeat stops at round 19 of them, the fourth."""
+    assert run(root, behaviour, 2, timeout_s=timeout_s) == 1
+    (finding,) = facts_of(root)["findings"]
+    assert (finding["diagnosis"], finding["state"], finding["sightings"]) == (diagnosis, "confirmed", 2)
+    assert words in finding["sentence"]
+    assert [round_.seq_lens for round_ in read_case(root / finding["path"]).rounds] == [(16,), (17,), (18,), (19,)]
+    facts = facts_of(root)
+    assert facts["rounds_executed"] == 2 * 16  # what was judged before the chunk that killed it
+    assert facts["shards_ended"] == {diagnosis: 2}
+
+
+def test_a_death_that_does_not_come_back_is_flaky(root: Path) -> None:
+    assert run(root, "segfaults once") == 6
+    (finding,) = facts_of(root)["findings"]
+    assert (finding["state"], finding["shown"], finding["repeats"]) == ("flaky", 0, 3)
+
+
+@pytest.mark.parametrize("behaviour, ended", [("hungry", "complete"), ("insatiable", "skipped: out of memory")])
+def test_out_of_memory_is_no_finding(root: Path, behaviour: str, ended: str) -> None:
+    run(root, behaviour)
+    facts = facts_of(root)
+    assert facts["findings"] == []
+    assert next(iter(facts["shards_ended"])).startswith(ended)
+    attempts = [attempt for attempt in facts["attempts"] if attempt["ended"] == "out of memory"]
+    assert len(attempts) == (1 if behaviour == "hungry" else 2)
+    assert read_case(shard_folder(root, 0) / attempts[0]["text"].rpartition(" ")[2]).rounds
+    spec = read_json(shard_folder(root, 0) / "spec.json")
+    assert spec is not None
+    assert spec["batch_divisor"] == 2
+
+
+def test_a_full_disk_is_told_and_the_shard_redone(root: Path) -> None:
+    with pytest.raises(HarnessError, match="make room, then resume"):
+        run(root, "fills the disk")
+    assert [attempt["ended"] for attempt in facts_of(root)["attempts"]] == ["no room"]
+    assert facts_of(root)["status"] == 3
+    assert run(root, "fills the disk") == 0
+    facts = facts_of(root)
+    assert (facts["shards_ended"], facts["rounds_executed"]) == ({"complete": 1}, ROUNDS)
+
+
+def test_a_disk_that_is_full_for_the_supervisor_is_told(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(supervise_module, "write_json", full)
+    with pytest.raises(HarnessError, match="No space left on device; make room, then resume"):
+        run(root, "right")
+
+
+def test_a_broken_harness_gives_no_verdict_and_is_redone(root: Path) -> None:
+    assert run(root, "breaks the harness", 2) == 3
+    facts = facts_of(root)
+    assert facts["shards_ended"] == {"unfinished": 2}
+    assert "AssertionError: a broken assumption" in facts["failed"][0]["text"]
+
+
+def test_a_plan_that_cannot_be_run_is_not_begun(root: Path) -> None:
+    with pytest.raises(UsageError, match="subject 'is misspelt' is unknown"):
+        run(root, "is misspelt")
+    with pytest.raises(UsageError, match="holds no campaign"):
+        read_plan(root)
+
+
+# The planted fault ---------------------------------------------------------------------------------------------------
+
+
+def test_a_planted_fault_that_is_not_in_the_store_ends_with_status_3(root: Path) -> None:
+    assert run(root, "loses its canary", 2) == 3
+    facts = facts_of(root)
+    assert [canary["number"] for canary in facts["canaries_missing"]] == [0, 1]
+    assert "shard 0: the planted fault skip_refresh was not reported" in report_lines(facts, root)[-3]
+
+
+def test_a_planted_fault_is_no_finding(root: Path) -> None:
+    assert run(root, "right", 2) == 0
+    facts = facts_of(root)
+    assert (facts["findings"], facts["canaries"]) == ([], {"reported": 2})
+    assert [record.key.planted for record in findings_in(shard_folder(root, 0))] == [True]
+
+
+# Limits --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_budget_ends_the_shards_in_flight_and_resuming_redoes_them(root: Path) -> None:
+    started = time.monotonic()
+    run(root, "right", 1000, budget_s=1.0)
+    assert time.monotonic() - started < 10
+    first = facts_of(root)
+    assert 0 < first["shards"] < 100
+    assert set(first["shards_ended"]) <= {"complete", "stopped"}
+    run(root, "right", first["shards"])
+    assert facts_of(root)["shards_ended"] == {"complete": first["shards"]}
+
+
+def test_resuming_runs_only_what_is_left(root: Path) -> None:
+    run(root, "wrong", 2)
+    before = {number: (shard_folder(root, number) / "result.json").stat().st_mtime_ns for number in (0, 1)}
+    run(root, "wrong", 3)
+    assert shard_numbers(root) == [0, 1, 2]
+    assert before == {n: (shard_folder(root, n) / "result.json").stat().st_mtime_ns for n in (0, 1)}
+
+
+@pytest.mark.parametrize("text, seconds", [("90s", 90), ("1.5m", 90), ("8h", 28_800), ("2d", 172_800)])
+def test_times(text: str, seconds: float) -> None:
+    assert parse_time(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["8", "h", "-1h", "0s", "1h30m"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="write 90s, 30m, 8h or 2d"):
+        parse_time(text)
+
+
+# The plan ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_read_back_as_it_was(root: Path) -> None:
+    plan = Plan(systems=("decode", "mtp"), seed=7, settings={"context": 40}, batches=(4, 2), preset="tiny")
+    assert parse_plan(json.loads(json.dumps(plan.to_dict()))) == plan
+    assert [plan.shard(number).system for number in range(3)] == ["decode", "mtp", "decode"]
+    assert len({plan.shard(number).seed for number in range(1000)}) == 1000
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"schema": 2}, "schema: 2 is not 1"),
+        ({"sede": 1}, "sede: unknown"),
+        ({"seed": "1"}, "seed: '1' is str, not int"),
+        ({"seed": -1}, "seed: -1 is outside 0"),
+        ({"systems": []}, "must name at least one system"),
+        ({"systems": ["decod"]}, "systems: 'decod' is unknown"),
+        ({"batches": [True]}, "must hold int only"),
+        ({"preset": "huge"}, "preset: 'huge' is unknown"),
+    ],
+)
+def test_a_plan_is_read_strictly(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        parse_plan({**plan_of("right").to_dict(), **change})
+
+
+def test_resuming_with_another_plan_is_refused(root: Path) -> None:
+    settle_plan(root, {"seed": 1}, {"systems": ("decode",)})
+    assert settle_plan(root, {"seed": 1}, {}).seed == 1
+    with pytest.raises(UsageError, match=r"--seed: 2 differs from 1, .* leave it out to resume"):
+        settle_plan(root, {"seed": 2}, {})
+
+
+# The store -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_store_is_an_index_that_can_be_made_again(root: Path) -> None:
+    run(root, "wrong", 3)
+    with Store(root) as store:
+        before = summary(store)
+    for path in root.glob("campaign.sqlite*"):
+        path.unlink()
+    assert facts_of(root) == before
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "LOCK_WAIT_S", 0.05)
+
+
+@pytest.fixture
+def intruder(root: Path) -> Iterator[sqlite3.Connection]:
+    """Another process's lock on the store."""
+    run(root, "wrong", 1)
+    connection = sqlite3.connect(root / "campaign.sqlite", isolation_level=None, check_same_thread=False)
+    connection.execute("BEGIN IMMEDIATE")
+    yield connection
+    connection.close()
+
+
+def test_a_locked_store_is_waited_for(root: Path, impatient: None, intruder: sqlite3.Connection) -> None:
+    with Store(root) as store:
+        timer = threading.Timer(0.1, lambda: intruder.execute("ROLLBACK"))
+        timer.start()
+        store.index(0)
+        timer.join()
+        assert store.rows("SELECT number FROM shards") == [{"number": 0}]
+
+
+def test_a_store_that_stays_locked_is_told(root: Path, impatient: None, intruder: sqlite3.Connection) -> None:
+    with Store(root) as store, pytest.raises(StoreLocked, match="nothing is lost, the folders beside it hold all"):
+        store.index(0)
+
+
+def test_a_campaign_outlives_a_store_that_is_locked_for_a_while(
+    root: Path, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked: list[int] = []
+    index = Store.index
+
+    def once_locked(store: Store, number: int) -> None:
+        if not locked:
+            locked.append(number)
+            with sqlite3.connect(root / "campaign.sqlite", isolation_level=None) as other:
+                other.execute("BEGIN IMMEDIATE")
+                index(store, number)
+        index(store, number)
+
+    monkeypatch.setattr(Store, "index", once_locked)
+    assert run(root, "wrong", 2) == 1
+    assert locked
+    assert facts_of(root)["shards_ended"] == {"complete": 2}
+
+
+def test_waived_and_gone(root: Path) -> None:
+    run(root, "wrong", 3)
+    keys = [finding["key"] for finding in facts_of(root)["findings"]]
+    for key in keys:
+        waive(root, key, "issue 7")
+    facts = facts_of(root)
+    assert ({finding["state"] for finding in facts["findings"]}, facts["status"]) == ({"waived"}, 0)
+    note_recheck(root, keys[0], 0, 3)
+    facts = facts_of(root)
+    assert [finding["state"] for finding in facts["findings"]] == ["gone", *["waived"] * (len(keys) - 1)]
+    assert facts["status"] == 1
+    assert f"{keys[0]} is waived for issue 7 and gone: remove the waiver" in report_lines(facts, root)
+    with pytest.raises(UsageError, match="finding 'else' is unknown"):
+        waive(root, "else", "issue 7")
+
+
+# Merge and executors -------------------------------------------------------------------------------------------------
+
+
+def test_merge_unites_the_shards_of_one_plan(root: Path, tmp_path: Path) -> None:
+    halves = tmp_path / "first", tmp_path / "second"
+    plan = plan_of("wrong")
+    for i, half in enumerate(halves):
+        settle_plan(half, {}, vars_of(plan))
+        for number in (i, 2 + i):
+            supervise(plan.shard(number), shard_folder(half, number))
+    run(tmp_path / "whole", "wrong", 4)
+    assert merge(halves, root) == 4
+    assert merge(halves, root) == 0
+    assert shown(facts_of(root)) == shown(facts_of(tmp_path / "whole"))
+
+
+def test_merge_refuses_another_plan(root: Path, tmp_path: Path) -> None:
+    run(tmp_path / "first", "wrong", 0)
+    run(tmp_path / "second", "right", 0)
+    with pytest.raises(UsageError, match="follows another plan"):
+        merge([tmp_path / "first", tmp_path / "second"], root)
+
+
+def test_dask_is_given_the_same_work(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client with the interface that distributed documents; the package itself is not needed."""
+    asked: list[Any] = []
+
+    class Client:
+        def __init__(self, address: str, set_as_default: bool) -> None:
+            asked.append((address, set_as_default))
+
+        def __enter__(self) -> Client:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.executor.shutdown()
+
+        def nthreads(self) -> dict[str, int]:
+            return {"tcp://a:1": 1, "tcp://b:1": 1}
+
+        def get_executor(self, **options: object) -> ThreadPoolExecutor:
+            asked.append(options)
+            self.executor = ThreadPoolExecutor(2)
+            return self.executor
+
+    module = types.ModuleType("distributed")
+    module.Client = Client  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "distributed", module)
+    plan = settle_plan(root, {}, vars_of(plan_of("wrong")))
+    limits = Limits(budget_s=None, max_rounds=3 * ROUNDS)
+    with open_pool("dask://scheduler:8786", "auto") as pool:
+        assert (pool.width, pool.devices) == (2, ("tcp://a:1", "tcp://b:1"))
+        run_campaign(root, plan, limits, pool, Display(Console(file=io.StringIO())))
+    assert asked == [("tcp://scheduler:8786", False), {"pure": False, "retries": 3}]
+    run(tmp_path / "local", "wrong", 3)
+    assert shown(facts_of(root)) == shown(facts_of(tmp_path / "local"))
+
+
+def test_dask_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    with pytest.raises(UsageError, match=r"pip install dsa-verify\[campaign\]"), open_pool("dask://host:1", "auto"):
+        pass
+
+
+@pytest.mark.parametrize("reference", ["threads", "dask://host", "dask://host:port"])
+def test_an_unknown_executor_is_refused(reference: str) -> None:
+    with pytest.raises(UsageError, match="use local, or dask://HOST:PORT"), open_pool(reference, "auto"):
+        pass
+
+
+def test_each_thread_of_the_local_pool_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fuzz.executors.visible_gpus", lambda: ["3", "GPU-b"])
+    barrier = threading.Barrier(2)
+
+    def look() -> str:
+        barrier.wait(5)
+        return str(supervise_module.slot.environment["CUDA_VISIBLE_DEVICES"])
+
+    with open_pool("local", "auto") as pool:
+        found = [pool.executor.submit(look) for _ in range(2)]
+        assert {future.result(5) for future in found} == {"3", "GPU-b"}
+        assert pool.devices == ("GPU 3", "GPU GPU-b")
+    with pytest.raises(UsageError, match=r"workers: 3 exceeds the 2 GPU\(s\)"), open_pool("local", "auto", 3):
+        pass
+
+
+def test_recheck_tells_what_is_gone(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each case is replayed three times, in processes of their own."""
+    run(root, "wrong", 3)
+    first, *others = [finding["key"] for finding in facts_of(root)["findings"]]
+    replayed: list[list[str]] = []
+
+    def replay(line: list[str], **options: object) -> subprocess.CompletedProcess[bytes]:
+        replayed.append(line)
+        return subprocess.CompletedProcess(line, 0 if line[4] == replayed[0][4] else 1, b"", b"")
+
+    monkeypatch.setattr(subprocess, "run", replay)
+    result = command("recheck", str(root))
+    assert result.output.splitlines()[0] == f"{first}: shown 0 of 3 times; gone"
+    assert len(replayed) == 3 * (1 + len(others))
+    states = {finding["key"]: finding["state"] for finding in facts_of(root)["findings"]}
+    assert states == {first: "gone", **dict.fromkeys(others, "shrunk")}
+
+
+# What a person sees --------------------------------------------------------------------------------------------------
+
+SHOWN = Moment(
+    facts={"rounds_executed": 1000, "findings": [{}, {}], "coverage": [{"visited": 1, "possible": 4}]},
+    flights=[Flight(number=7, system="mtp", rounds=234, silent_s=2.4, attempts=1)],
+    rounds_per_s=56.7,
+    left_s=3723.0,
+    rounds_left=None,
+    health=["GPU 0: 40 °C"],
+)
+
+
+def seen(*moments: Moment, terminal: bool = True) -> str:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=100, no_color=True, _environ={})
+    display = Display(console)
+    with display.open():
+        for moment in moments:
+            display.show(moment)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_terminal_gets_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    text = seen(SHOWN)
+    for part in (
+        "1,234 (57 rounds/s)",
+        "2 unique",
+        "25.0 % of what 1 configuration(s) can visit",
+        "1:02:03",
+        "mtp, 234 rounds, last sign of life 2 s ago, 1 attempt(s) lost",
+        "GPU 0: 40 °C",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize("terminal, no_color", [(False, None), (True, "1")])
+def test_elsewhere_there_are_plain_lines_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, no_color: str | None
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", no_color)
+    assert seen(SHOWN, SHOWN, terminal=terminal) == (
+        "1,234 rounds, 57 rounds/s, 2 unique finding(s), coverage 25.0 % of what 1 configuration(s) can visit, "
+        "1 shard(s) running, left: 1:02:03\n"
+    )
+
+
+# The command line ----------------------------------------------------------------------------------------------------
+
+
+def command(*arguments: str) -> Any:
+    return CliRunner().invoke(main, arguments)
+
+
+def test_the_commands(root: Path) -> None:
+    options = ["--systems", "decode", "--subject", "wrong", "--rounds-per-shard", str(ROUNDS), "--device", "cpu"]
+    result = command(str(root), "--max-rounds", str(2 * ROUNDS), "--workers", "2", *options)
+    assert result.exit_code == 1
+    lines = result.output.splitlines()
+    assert lines[0] == f"campaign in {root}: decode, seed 0, on CPU 0, CPU 1"
+    assert sum(line.startswith("SHRUNK decode-field_") for line in lines) == len(facts_of(root)["findings"])
+    assert lines[-1] == "96 rounds: findings; exit status 1"
+    assert command("status", str(root)).output.splitlines()[:4] == [
+        "shards:         2 (2 complete)",
+        "rounds:         96 executed of 96 requested",
+        f"findings:       {len(facts_of(root)['findings'])} shrunk",
+        "planted faults: 2 reported",
+    ]
+    assert "coverage:       90.0 % of what 1 configuration(s) can visit" in command("status", str(root)).output
+    result = command("report", str(root), "--json")
+    assert (result.exit_code, json.loads(result.output)["rounds_executed"]) == (1, 96)
+    assert command("merge", str(root), "--into", str(root.parent / "copy")).output.startswith("2 shard(s) taken")
+    assert isinstance(command("report", str(root / "nowhere")).exception, UsageError)
+
+
+def test_help_names_the_statuses_and_imports_no_torch() -> None:
+    code = "import sys; from fuzz.campaign import main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert "a planted fault was not reported" in command("--help").output

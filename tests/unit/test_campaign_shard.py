@@ -1,0 +1,253 @@
+"""A shard: findings are repeated and shrunk, a planted fault comes out at the other end, the journal comes first."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import DEVICE, SMALL, EagerDecode, decode_round, job_of
+
+from dsa_verify import verify as verify_module
+from dsa_verify.scenario import read_case
+from fuzz import shard_work
+from fuzz import supervise as supervise_module
+from fuzz.campaign_report import summary
+from fuzz.journal import Journal, JournalledJob, Stopped
+from fuzz.plan import Plan, ShardSpec, settle_plan
+from fuzz.shard import OutOfMemory, ShardResult
+from fuzz.shard_folder import findings_in, read_progress, shard_folder, write_whole
+from fuzz.shard_work import work_shard
+from fuzz.store import Store
+from fuzz.supervise import supervise
+
+HERE = Path(__file__).parent
+ROUNDS = 32
+
+
+class WrongLength(EagerDecode):
+    """A request of 9 tokens is taken for one of 10."""
+
+    def in_graph(self) -> None:
+        super().in_graph()
+        lengths = self.out["cache_seqlens_int32"]
+        lengths.add_((lengths == 9).int())
+
+
+class WrongAtFirst(EagerDecode):
+    """Wrong in the first rounds of this process only."""
+
+    captures = 0
+
+    def allocate(self, *arguments: Any) -> None:
+        super().allocate(*arguments)
+        WrongAtFirst.captures += 1
+        self.first = WrongAtFirst.captures <= 2
+
+    def in_graph(self) -> None:
+        super().in_graph()
+        if self.first:
+            self.out["cache_seqlens_int32"].add_(1)
+
+
+class OutOfMemoryInReplay(EagerDecode):
+    def before_replay(self) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+
+class EndsItsProcess(EagerDecode):
+    """Dies, as if by the hand of another, on the fifth replay of the bucket of 4."""
+
+    replays = 0
+
+    def before_replay(self) -> None:
+        self.replays += self.inputs.seq_lens.numel() == 4
+        if self.replays == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def spec_of(subject: str = "support:EagerDecode", number: int = 0, **rest: Any) -> ShardSpec:
+    values = {"rounds_a_shard": ROUNDS, "preset": "tiny", "settings": SMALL, "batches": (4,), **rest}
+    return Plan(systems=("decode",), subject=subject, device=DEVICE.type, **values).shard(number)
+
+
+def work(root: Path, subject: str = "support:EagerDecode", number: int = 0, **rest: Any) -> ShardResult:
+    spec = spec_of(subject, number, **rest)
+    settle_plan(root, dataclasses.asdict(spec.plan), {})
+    return work_shard(spec, shard_folder(root, number), DEVICE)
+
+
+def facts_of(root: Path) -> dict[str, Any]:
+    with Store(root) as store:
+        store.rebuild()
+        return summary(store)
+
+
+def test_a_right_subject_has_no_finding_but_the_planted_one(tmp_path: Path) -> None:
+    result = work(tmp_path)
+    assert (result.ended, result.executed, result.requested) == ("complete", ROUNDS, ROUNDS)
+    assert result.canary is not None
+    assert result.canary["verdict"] == "reported"
+    (record,) = findings_in(shard_folder(tmp_path, 0))
+    assert (record.key.planted, record.state, record.shown, record.repeats) == (True, "shrunk", 3, 3)
+    assert record.shrunk is not None
+    case = read_case(shard_folder(tmp_path, 0) / record.shrunk)
+    assert case.fault == result.canary["fault"]
+    assert result.coverage is not None
+    assert len(result.coverage["never"]) < result.coverage["possible"]
+    assert facts_of(tmp_path)["status"] == 0
+
+
+@pytest.fixture
+def unshrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where shrinking is not what is tested, it only takes time."""
+    monkeypatch.setattr(shard_work, "_shrink", lambda case, *rest: case)
+
+
+@pytest.fixture
+def without_canary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_work, "_canary", lambda *arguments: None)
+
+
+@pytest.mark.parametrize("fault", shard_work.CANARIES)
+def test_every_planted_fault_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unshrunk: None, fault: str
+) -> None:
+    """Well within the rounds that it is given."""
+    monkeypatch.setattr(shard_work, "CANARIES", (fault,))
+    monkeypatch.setattr(shard_work, "CANARY_ROUNDS", 24)
+    folder, spec = shard_folder(tmp_path, 0), spec_of()
+    job = JournalledJob.of(shard_work._job(spec, job_of().backend), Journal(folder))
+    assert shard_work._canary(spec, job, folder)["verdict"] == "reported"
+
+
+def test_a_finding_is_repeated_shrunk_and_written_once(tmp_path: Path, without_canary: None) -> None:
+    results = [work(tmp_path, "test_campaign_shard:WrongLength", number, rounds_a_shard=64) for number in (0, 1)]
+    facts = facts_of(tmp_path)
+    (finding,) = facts["findings"]
+    assert (finding["field"], finding["state"], finding["sightings"]) == ("cache_seqlens_int32", "shrunk", 2)
+    assert (finding["shown"], finding["repeats"]) == (3, 3)
+    assert [round_.seq_lens for round_ in read_case(tmp_path / finding["path"]).rounds] == [(9,)]
+    assert facts["status"] == 1
+    (second,) = findings_in(shard_folder(tmp_path, 1))
+    assert (second.state, second.note) == ("confirmed", "not shrunk: shard 0 has done it")
+    # Done again, as after a kill, a shard writes the same.
+    again = work(tmp_path / "again", "test_campaign_shard:WrongLength", rounds_a_shard=64)
+    assert findings_in(shard_folder(tmp_path / "again", 0)) == findings_in(shard_folder(tmp_path, 0))
+    assert dataclasses.replace(results[0], wall_s=0.0) == dataclasses.replace(again, wall_s=0.0)
+
+
+def test_a_subject_that_is_always_wrong_ends_the_shard_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unshrunk: None
+) -> None:
+    """Its own finding stands in for the planted one where both cannot be told from each other."""
+    monkeypatch.setattr(shard_work, "MOST_FINDINGS", 2)
+    monkeypatch.setattr(shard_work, "CANARIES", ("past_the_end",))
+    result = work(tmp_path, "test_campaign_shard:AlwaysWrong", rounds_a_shard=10_000)
+    assert result.ended == "after 2 findings"
+    assert result.executed < 10_000
+    assert result.canary is not None
+    assert result.canary["verdict"] == "reported"
+    monkeypatch.setattr(shard_work, "CANARIES", ("second_replay",))
+    result = work(tmp_path, "test_campaign_shard:AlwaysWrong", 1, rounds_a_shard=10_000)
+    assert result.canary is not None
+    assert result.canary["verdict"] == "masked"
+    facts = facts_of(tmp_path)
+    assert (facts["status"], facts["canaries_missing"]) == (1, [])
+    assert {finding["field"] for finding in facts["findings"]} == {"dsa_cu_seqlens_k"}
+
+
+class AlwaysWrong(EagerDecode):
+    def in_graph(self) -> None:
+        super().in_graph()
+        self.out["dsa_cu_seqlens_k"][1:].add_(1)
+
+
+def test_what_does_not_show_again_is_flaky_with_its_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_canary: None
+) -> None:
+    monkeypatch.setattr(WrongAtFirst, "captures", 0)
+    work(tmp_path, "test_campaign_shard:WrongAtFirst")
+    (finding,) = facts_of(tmp_path)["findings"]
+    assert (finding["diagnosis"], finding["state"], finding["shown"], finding["repeats"]) == ("flaky", "flaky", 0, 3)
+
+
+def test_a_blind_judge_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_module, "_first_wrong_round", lambda *arguments: None)
+    result = work(tmp_path)
+    assert result.canary is not None
+    assert (result.canary["verdict"], result.canary["why"]) == ("missing", "192 rounds showed nothing")
+    facts = facts_of(tmp_path)
+    assert facts["status"] == 3
+    assert [canary["number"] for canary in facts["canaries_missing"]] == [0]
+
+
+def test_out_of_memory_is_not_the_subjects_failure(tmp_path: Path) -> None:
+    with pytest.raises(OutOfMemory, match="Tried to allocate 20 GiB"):
+        work(tmp_path, "test_campaign_shard:OutOfMemoryInReplay")
+    assert findings_in(shard_folder(tmp_path, 0)) == []
+
+
+# The journal ---------------------------------------------------------------------------------------------------------
+
+
+def test_whatever_is_launched_is_in_the_journal_first(tmp_path: Path) -> None:
+    folder = shard_folder(tmp_path, 0)
+    journal = Journal(folder)
+    seen: list[tuple[int, ...]] = []
+
+    class Looks(EagerDecode):
+        def before_replay(self) -> None:
+            seen.append(tuple(len(round_.seq_lens) for round_ in read_case(folder / "journal.json").rounds))
+
+    job = JournalledJob.of(job_of(Looks), journal)
+    replayer = job.open(4)
+    assert set(seen) == {()}  # a capture has a case of its own
+    seen.clear()
+    for lengths in ((5, 6, 7), (8, 9), (3,)):
+        replayer.run(job.table([decode_round(4, *lengths)]))
+    assert seen == [(3,), (3, 2), (2, 1)]  # with the chunk before, which may have prepared it
+
+
+def test_progress_tells_what_was_judged_from_what_was_in_flight(tmp_path: Path) -> None:
+    folder = shard_folder(tmp_path, 0)
+    journal = Journal(folder)
+    job = JournalledJob.of(job_of(EagerDecode), journal)
+    replayer = job.open(4)
+    table = job.table([decode_round(4, 5)] * 3)
+    replayer.run(table)
+    journal.count(3)
+    replayer.run(table)
+    assert read_progress(folder) | {"at": 0} == {"rounds": 3, "checked": 3, "at": 0}
+    write_whole(tmp_path / "stop", "")
+    journal._beat = 0.0
+    with pytest.raises(Stopped):
+        journal.count(3)
+    assert read_progress(folder) | {"at": 0} == {"rounds": 6, "checked": 3, "at": 0}
+
+
+# A process -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_subject_that_ends_its_process_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By SIGKILL, which is a finding only because it comes back every time. A fault was planted in it as it died, which
+    has no part in that."""
+    monkeypatch.setitem(supervise_module.REPEATS, "crashes", 1)
+    settle_plan(tmp_path, dataclasses.asdict(spec_of("test_campaign_shard:EndsItsProcess").plan), {})
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parents[1])))}
+    spec = spec_of("test_campaign_shard:EndsItsProcess")
+    result = supervise(spec, shard_folder(tmp_path, 0), 60.0, environment)
+    assert result.ended == "crashes"
+    facts = facts_of(tmp_path)
+    (finding,) = facts["findings"]
+    assert (finding["diagnosis"], finding["state"], finding["shown"]) == ("crashes", "confirmed", 1)
+    assert "the process died of SIGKILL" in finding["sentence"]
+    case = read_case(tmp_path / finding["path"])
+    assert len(case.rounds) <= 5
+    assert case.rounds[-1].bucket == 4
+    assert case.fault is None
+    assert [attempt["ended"] for attempt in facts["attempts"]] == ["crashes"]
