@@ -8,12 +8,12 @@ import torch
 
 def test_default_follows_the_device(session) -> None:
     preset = "deepseek_v32" if torch.cuda.is_available() else "tiny"
-    text = f"""
-        def test(dsa):
-            (config,) = dsa._configs('decode', (1,), None, None, 1, {{}})
-            assert config.geometry.preset == {preset!r}
-            dsa.verify('decode', batches=(1,), rounds=1)
-    """
+    text = (
+        "def test(dsa):\n"
+        "    (config,) = dsa._configs('decode', (1,), None, None, 1, {})\n"
+        f"    assert config.geometry.preset == {preset!r}\n"
+        "    dsa.verify('decode', batches=(1,), rounds=1)\n"
+    )
     session(text, preset="").assert_outcomes(passed=1)
 
 
