@@ -17,7 +17,7 @@ from dsa_verify.matrix import REMAPS_PER_ROUND
 from dsa_verify.rounds import PAD_REQUEST, Array, RoundTable, complete_table, seq_len_fill
 from fuzz.coverage import Coverage
 from fuzz.expansion import RoundSpec, expand_columns, regimes
-from fuzz.strategies import spec_at
+from fuzz.strategies import specs_at
 
 OBSERVED_OF_A_CHUNK: Final = 16  # successive rounds, so that pairs are seen
 
@@ -30,7 +30,7 @@ def resident_chunks(
     coverage.expect(regimes(job.system.name, job.geometry))
     for start in range(first, first + count, chunk_rounds):
         numbers = range(start, min(start + chunk_rounds, first + count))
-        specs = [spec_at(seed, number, job.system.name, job.geometry, job.buckets) for number in numbers]
+        specs = specs_at(seed, numbers, job.system.name, job.geometry, job.buckets)
         table = _table(job, specs, generations)
         coverage.recaptured()  # what came before the sample is not in the map
         for i, spec in enumerate(specs[:OBSERVED_OF_A_CHUNK]):
