@@ -49,7 +49,7 @@ def specs_at(seed: int, numbers: range, system: str, geometry: Geometry, buckets
     """`spec_at` of all `numbers`, in a few array operations instead of thousands of Python ones."""
     round_ = np.array(numbers, np.int64)[:, None]
     # Bucket, raw batch, regime and hot entries, in the order in which `_spec` chooses them.
-    words = bits(np.array(seed, np.int64), round_, np.array(Lane.SPEC, np.int64), np.arange(4))
+    words = bits(np.array([[seed]], np.int64), round_, np.array([[Lane.SPEC]], np.int64), np.arange(4)[None, :])
     bucket = np.array(buckets, np.int64)[below(words[:, 0], len(buckets))]
     most = {each: most_requests(system, geometry, each) for each in buckets}
     raw = below(words[:, 1], np.array([most[each] for each in bucket.tolist()], np.int64) + 1)
