@@ -105,6 +105,6 @@ def test_bulk_rounds_are_those_of_their_specs(system: str) -> None:
 
 def test_bulk_fuzzing_finds_what_is_wrong() -> None:
     job = Job.make(SYSTEMS["decode"], small(), (4, 2), 0, "support:EagerDecode", "rows_rolled", backend())
-    result = fuzz(job, 200, 1, folder=None, resident=True)
+    result = fuzz(job, 200, 1, folder=None, resident=True, chunk_rounds=50)
     assert result.findings
     assert result.executed < result.requested
