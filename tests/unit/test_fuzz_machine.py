@@ -6,13 +6,15 @@ import re
 
 import pytest
 from hypothesis import Phase, settings
-from support import EagerDecode, job_of
+from support import SMALL, EagerDecode, job_of
 
+from dsa_verify.geometry import Geometry
+from dsa_verify.systems import SYSTEMS
 from fuzz.expansion import RoundSpec
 from fuzz.machine import PROFILES, Machine, machine_of, run
 
 EAGER = "support:EagerDecode"
-SHORT = settings(PROFILES["ci"], max_examples=4, stateful_step_count=12)
+SHORT = settings(PROFILES["ci"], max_examples=3, stateful_step_count=8)
 WITHOUT_SHRINKING = settings(PROFILES["ci"], phases=(Phase.generate,))
 
 
@@ -31,11 +33,15 @@ def pasted(error: AssertionError) -> str:
     return "\n".join([preamble, *history])
 
 
-@pytest.mark.parametrize("system, subject", [("decode", EAGER), ("draft_extend", None)])
-def test_a_healthy_subject_passes_and_all_rounds_are_executed(system: str, subject: str | None) -> None:
-    machine = machine_of(job_of(subject, system=system))
-    tally = run(machine, SHORT)
-    assert tally.runs >= SHORT.max_examples
+@pytest.mark.parametrize("system", sorted(SYSTEMS))
+def test_every_system_is_fuzzed_and_all_rounds_are_executed(system: str) -> None:
+    """A bounded number of examples in every test run; more of them by the profiles dev and nightly."""
+    known = SYSTEMS[system]
+    geometry = Geometry.resolve(known.preset("cpu"), {**SMALL, "draft_tokens": 3 if known.drafts else 1})
+    machine = machine_of(job_of(EAGER if system == "decode" else None, system=system, geometry=geometry))
+    profile = settings(SHORT, max_examples=1, stateful_step_count=4) if system == "dcp" else SHORT
+    tally = run(machine, profile)
+    assert tally.runs >= profile.max_examples
     assert tally.requested == tally.executed == machine.coverage.rounds > 0
     assert 0 < tally.captures <= tally.executed
 
