@@ -30,7 +30,7 @@ from dsa_verify.schedules import (
 from oracles.schedule import schedule
 from oracles.schedule_referee import expected, lay_out
 
-BATCHES = 5000
+MANY = pytest.param(5000, marks=pytest.mark.slow)  # what the laws were accepted on
 REFEREE_EVERY = 8
 SHARES_ONLY = {Law.BALANCE, Law.PLACEMENT, Law.EMPTY}
 every_variant = pytest.mark.parametrize("name", VARIANTS)
@@ -136,10 +136,11 @@ def batches(name: str, count: int, seed: int = 0) -> Iterator[Batch]:
 
 
 @every_variant
-def test_oracle_obeys_the_laws_and_agrees_with_the_referee(name: str) -> None:
+@pytest.mark.parametrize("count", [1000, MANY])
+def test_oracle_obeys_the_laws_and_agrees_with_the_referee(name: str, count: int) -> None:
     result = torch.empty(ScheduleLaw.result_shape, dtype=torch.int32, device=DEVICE)
-    worst = torch.empty(BATCHES, dtype=torch.int32, device=DEVICE)
-    for i, batch in enumerate(batches(name, BATCHES)):
+    worst = torch.empty(count, dtype=torch.int32, device=DEVICE)
+    for i, batch in enumerate(batches(name, count)):
         rows = batch.rows()
         batch.law.check(rows, batch.lens, result, batch.indices)
         torch.amax(result[1:, 0], out=worst[i])
