@@ -1,4 +1,4 @@
-"""The command line: `replay`, `fuzz`, `campaign`, `doctor` and `faults`.
+"""The command line: `replay`, `fuzz`, `campaign`, `new`, `doctor` and `faults`.
 
 This module imports nothing heavy, so that `--help` answers at once; each command imports what it needs. Results are
 written even when a run is cut short, and every way to end has an exit status of its own (errors.py).
@@ -119,6 +119,15 @@ def campaign(arguments: tuple[str, ...]) -> None:
     from fuzz.campaign import main
 
     main.main(args=list(arguments), prog_name="dsa-verify campaign", standalone_mode=False)
+
+
+@cli.command()
+@click.argument("name")
+def new(name: str) -> None:
+    """Write NAME.py, a decode pipeline that works, and test_NAME.py, which verifies it."""
+    from dsa_verify.commands.new import run
+
+    run(name, Path())
 
 
 @cli.command()

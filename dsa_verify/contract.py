@@ -69,8 +69,8 @@ class Field:
     `column_start + c * column_step` is below the bound `live` of the row's request. `live_token_rows`: rows beyond this
     round's token total are dead. `low`/`high`: the legal values are low <= v < high. `alias`: this field is a view of
     that field's buffer (contract 1.1); it owns no memory. `shared`: one buffer serves all buckets, each seeing its
-    first rows. `kept_rows`: so many first rows are written at capture only. `bound`, of a float32 field:
-    |got - want| <= bound * max(|want|, floor). `section` is where contract.md states the rule.
+    first rows. `bound`, of a float32 field: |got - want| <= bound * max(|want|, floor). `section` is where contract.md
+    states the rule.
     """
 
     name: str
@@ -90,9 +90,14 @@ class Field:
     lifetime: Lifetime = Lifetime.REPLAY
     alias: str | None = None
     shared: bool = False
-    kept_rows: int = 0
     bound: float = 0.0
     floor: float = 1.0
+
+    @property
+    def kept_rows(self) -> int:
+        """First rows that may be written at capture only: engines leave the 0 of a sum as it is, and copies never carry
+        it (contract 2.2)."""
+        return 1 if self.row in (Row.REQUEST_PREFIX, Row.TOKEN_PREFIX) else 0
 
     @property
     def rows(self) -> int:

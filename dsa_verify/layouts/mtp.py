@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Final
 
 from dsa_verify.contract import Field, Layout
 from dsa_verify.geometry import Geometry
 from dsa_verify.layouts import basic
 from dsa_verify.layouts.indexer import destination_prefix
 from dsa_verify.subject import Buffers
-
-SUMS: Final = ("cu_seqlens_k", "dsa_cu_seqlens_k")
 
 
 def mtp(geometry: Geometry, bucket: int) -> Layout:
@@ -24,8 +21,6 @@ def mtp(geometry: Geometry, bucket: int) -> Layout:
             name=destination_prefix(step) + field.name,
             alias=None if field.alias is None else destination_prefix(step) + field.alias,
             shared=False,
-            # The copies never carry element 0 of a sum: it is what capture wrote (contract 2.2).
-            kept_rows=1 if field.name in SUMS else 0,
         )
         for step in range(destinations(geometry))
         for field in decode

@@ -16,12 +16,13 @@ from dsa_verify.errors import UsageError
 from dsa_verify.geometry import Geometry
 from dsa_verify.layouts import basic
 from dsa_verify.layouts.indexer import WRITE_PLAN
-from dsa_verify.layouts.mtp import SUMS, destination_buffers, destinations
+from dsa_verify.layouts.mtp import destination_buffers, destinations
 from dsa_verify.pipelines.basic import COLUMN_BLOCK, INTERPRETED_GROUP, REQUEST_LANES, TABLE_PROGRAMS, Decode
 from dsa_verify.pipelines.indexer import IndexerMetadata
 from dsa_verify.pipelines.mtp_kernel import copy_kernel
 from dsa_verify.subject import Buffers, Inputs
 
+SUMS: Final = ("cu_seqlens_k", "dsa_cu_seqlens_k")
 FUSED: Final = 3  # destinations of one launch, where so many are left
 # What a sibling copy moves after the base copy, in this order, where the layout has it (contract 2.4).
 OPTIONAL: Final = (

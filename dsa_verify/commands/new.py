@@ -1,0 +1,27 @@
+"""`dsa-verify new NAME`: a pipeline that works and its test, to be replaced piece by piece by one of your own."""
+
+from __future__ import annotations
+
+import keyword
+from importlib.resources import files
+from pathlib import Path
+
+import click
+
+from dsa_verify.errors import UsageError
+
+
+def run(name: str, folder: Path) -> None:
+    """Writes NAME.py and test_NAME.py into `folder`. UsageError for a name that is none, or files that are there."""
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise UsageError(f"{name!r} cannot be the name of a module; use letters, digits and underscores")
+    targets = {folder / f"{name}.py": "pipeline.py.txt", folder / f"test_{name}.py": "test_pipeline.py.txt"}
+    for path in targets:
+        if path.exists():
+            raise UsageError(f"{path}: exists already; choose another name")
+    class_name = "".join(part.capitalize() for part in name.split("_") if part) or name
+    for path, template in targets.items():
+        text = (files("dsa_verify") / "templates" / template).read_text(encoding="utf-8")
+        path.write_text(text.replace("CLASS", class_name).replace("NAME", name), encoding="utf-8")
+    click.echo(f"wrote {', '.join(map(str, targets))}")
+    click.echo(f"next: pytest test_{name}.py, or dsa-verify replay --system decode --subject {name}:{class_name}")
