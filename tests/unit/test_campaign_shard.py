@@ -125,6 +125,7 @@ def test_every_planted_fault_is_reported(
     assert shard_work._canary(spec, job, folder)["verdict"] == "reported"
 
 
+@pytest.mark.slow
 def test_a_finding_is_repeated_shrunk_and_written_once(tmp_path: Path, without_canary: None) -> None:
     results = [work(tmp_path, "test_campaign_shard:WrongLength", number, rounds_a_shard=64) for number in (0, 1)]
     facts = facts_of(tmp_path)
@@ -141,6 +142,7 @@ def test_a_finding_is_repeated_shrunk_and_written_once(tmp_path: Path, without_c
     assert dataclasses.replace(results[0], wall_s=0.0) == dataclasses.replace(again, wall_s=0.0)
 
 
+@pytest.mark.slow
 def test_a_subject_that_is_always_wrong_ends_the_shard_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unshrunk: None
 ) -> None:
@@ -233,6 +235,7 @@ def test_progress_tells_what_was_judged_from_what_was_in_flight(tmp_path: Path) 
 # A process -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_subject_that_ends_its_process_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By SIGKILL, which is a finding only because it comes back every time. A fault was planted in it as it died, which
     has no part in that."""

@@ -33,15 +33,16 @@ def pasted(error: AssertionError) -> str:
     return "\n".join([preamble, *history])
 
 
-@pytest.mark.parametrize("system", sorted(SYSTEMS))
+@pytest.mark.parametrize(
+    "system", [pytest.param(name, marks=pytest.mark.slow) if name == "dcp" else name for name in sorted(SYSTEMS)]
+)
 def test_every_system_is_fuzzed_and_all_rounds_are_executed(system: str) -> None:
     """A bounded number of examples in every test run; more of them by the profiles dev and nightly."""
     known = SYSTEMS[system]
     geometry = Geometry.resolve(known.preset("cpu"), {**SMALL, "draft_tokens": 3 if known.drafts else 1})
     machine = machine_of(job_of(EAGER if system == "decode" else None, system=system, geometry=geometry))
-    profile = settings(SHORT, max_examples=1, stateful_step_count=4) if system == "dcp" else SHORT
-    tally = run(machine, profile)
-    assert tally.runs >= profile.max_examples
+    tally = run(machine, SHORT)
+    assert tally.runs >= SHORT.max_examples
     assert tally.requested == tally.executed == machine.coverage.rounds > 0
     assert 0 < tally.captures <= tally.executed
 

@@ -134,6 +134,7 @@ def check_small(system: str, fault: str, subject: type[EagerDecode] | None) -> N
     assert signature in map(Signature.of, again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", DECODE_FAULTS)
 def test_every_planted_fault_of_decode_becomes_small(fault: str) -> None:
     check_small("decode", fault, EagerDecode)
@@ -165,6 +166,7 @@ def test_two_rounds_that_need_each_other_are_found_and_put_into_words() -> None:
     assert words.finished
 
 
+@pytest.mark.slow
 def test_lengths_that_are_no_range_are_made_least_and_the_others_named() -> None:
     case = case_of(decode_round(2, 35, 7), decode_round(2, 1, 7))
     result, again = (shrunk(ThreeOfFour, case) for _ in range(2))
