@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from dsa_verify import errors
+
+Command = Callable[..., Any]
 
 STATUSES = """
 \b
@@ -35,6 +38,45 @@ def cli() -> None:
     """Replay attention-metadata pipelines in live CUDA graphs beside an eager oracle, and name the first wrong byte."""
 
 
+def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several options as one decorator, in the order in which `--help` shows them."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+# What `replay` and `fuzz` have in common.
+_subject_options = _options(
+    click.option("--preset", help="Model geometry. Default: the system's own, such as deepseek_v32 on a GPU."),
+    click.option("--subject", help="Pipeline under test: a shipped or installed name, or module:attribute."),
+    click.option("--fault", help="Plant a fault in the subject: NAME or NAME:FIELD (see `dsa-verify faults`)."),
+    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:INDEX."),
+)
+_shape_options = _options(
+    click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True),
+    click.option("--batch", "batches", type=click.IntRange(1, 16384), multiple=True, help="Batch bucket; repeatable."),
+    click.option(
+        "--draft-tokens", "drafts", type=click.IntRange(1, 16), multiple=True, help="Draft length N; repeatable."
+    ),
+    click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a field of the geometry."),
+)
+_output_options = _options(
+    click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results there."),
+    click.option(
+        "--findings",
+        "folder",
+        type=click.Path(path_type=Path, file_okay=False),
+        default=Path("dsa-findings"),
+        show_default=True,
+        help="Folder for the case of each finding.",
+    ),
+)
+
+
 @cli.command(epilog=STATUSES)
 @click.argument("cases", nargs=-1, metavar="[CASE]...", type=click.Path(path_type=Path))
 @click.option(
@@ -44,28 +86,16 @@ def cli() -> None:
     help="System to run; repeatable. Default: decode, target_verify, draft_extend. Others: mtp, padded, ragged_verify, "
     "dcp.",
 )
-@click.option("--preset", help="Model geometry. Default: deepseek_v32 on a GPU, tiny on a CPU.")
-@click.option("--subject", help="Pipeline under test: a shipped or installed name, or module:attribute.")
-@click.option("--fault", help="Plant a fault in the subject: NAME or NAME:FIELD (see `dsa-verify faults`).")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:INDEX.")
-@click.option("--rounds", type=click.IntRange(min=0), help="Rounds of each configuration. Default: 17.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option("--batch", "batches", type=click.IntRange(1, 16384), multiple=True, help="Batch bucket; repeatable.")
-@click.option("--draft-tokens", "drafts", type=click.IntRange(1, 16), multiple=True, help="Draft length N; repeatable.")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a field of the geometry.")
-@click.option("--keep-going", is_flag=True, help="Go on to the next configuration after a finding.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results there.")
-@click.option("--junit", "junit_path", type=click.Path(path_type=Path), help="Write JUnit XML there.")
+@_subject_options
 @click.option(
-    "--findings",
-    "folder",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=Path("dsa-findings"),
-    show_default=True,
-    help="Folder for the case of each finding.",
+    "--rounds", type=click.IntRange(min=0), help="Rounds of each configuration. Default: as scripted, 17 (padded: 68)."
 )
+@_shape_options
+@click.option("--keep-going", is_flag=True, help="Go on to the next configuration after a finding.")
+@click.option("--junit", "junit_path", type=click.Path(path_type=Path), help="Write JUnit XML there.")
+@_output_options
 def replay(**options: Any) -> None:
-    """Replay CASE files, or without any the diagnostic matrix: 16 configurations x 17 rounds a system."""
+    """Replay CASE files, or without any the diagnostic matrix: 16 configurations x 17 rounds a system (padded: 68)."""
     device = _settle(options.pop("device"))
     from dsa_verify.commands.replay import Options, run
 
@@ -74,17 +104,11 @@ def replay(**options: Any) -> None:
 
 @cli.command(epilog=STATUSES)
 @click.option("--system", "systems", multiple=True, help="System to fuzz; repeatable. Default as in replay.")
-@click.option("--preset", help="Model geometry. Default as in replay.")
-@click.option("--subject", help="Pipeline under test: a shipped or installed name, or module:attribute.")
-@click.option("--fault", help="Plant a fault in the subject: NAME or NAME:FIELD (see `dsa-verify faults`).")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:INDEX.")
+@_subject_options
 @click.option(
     "--rounds", type=click.IntRange(min=1), help="Rounds of each system. Default: 20000 on a GPU, 1000 on a CPU."
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option("--batch", "batches", type=click.IntRange(1, 16384), multiple=True, help="Batch bucket; repeatable.")
-@click.option("--draft-tokens", "drafts", type=click.IntRange(1, 16), multiple=True, help="Draft length N; repeatable.")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a field of the geometry.")
+@_shape_options
 @click.option("--resident", is_flag=True, help="Unsteered rounds, drawn in bulk on the device: many more a second.")
 @click.option("--keep-going", is_flag=True, help="Go on after a finding.")
 @click.option(
@@ -95,15 +119,7 @@ def replay(**options: Any) -> None:
     show_default=True,
     help="Time to make the case of a finding small; 0: leave it as it is.",
 )
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results there.")
-@click.option(
-    "--findings",
-    "folder",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=Path("dsa-findings"),
-    show_default=True,
-    help="Folder for the case of each finding.",
-)
+@_output_options
 def fuzz(**options: Any) -> None:
     """Replay rounds of a serving engine in miniature, steered to what was never visited, until something is wrong."""
     device = _settle(options.pop("device"))

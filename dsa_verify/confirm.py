@@ -130,9 +130,9 @@ def _findings(
         for wrong in replayer.wrong_routes
     ]
     # Wrong inputs come first: what follows from them is wrong, too.
-    wrong = sorted(by_region.values(), key=lambda entries: entries[0][1].phase is not Phase.FILLED)
-    fields = {entries[0][1].region.name for entries in wrong if entries[0][1].region.kind is Kind.FIELD}
-    for entries in wrong:
+    ordered = sorted(by_region.values(), key=lambda entries: entries[0][1].phase is not Phase.FILLED)
+    fields = {entries[0][1].region.name for entries in ordered if entries[0][1].region.kind is Kind.FIELD}
+    for entries in ordered:
         bucket, first = entries[0]
         if first.region.kind is Kind.FIELD and first.region.name in replaced:
             continue

@@ -1,9 +1,9 @@
 """Inputs that follow from a round instead of being part of it, computed on the device: write locations, selections and
 the partial attention results of other ranks.
 
-What is random here is a hash of the round's seed word and the element, so that a case needs to store nothing: a round
-with the same lengths and requests at the same place in a run gets the same bits. Everything may be captured in a
-graph. Rows of pad requests are made too; the registry overwrites them with their pad values.
+What is random here is a hash of the round's seed and the element, so that a case needs to store no more than the seed.
+Everything may be captured in a graph. Rows of pad requests are made too; the registry overwrites them with their pad
+values.
 """
 
 from __future__ import annotations

@@ -60,10 +60,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--dsa-device", type=_device, default="auto", metavar="DEVICE", help="auto (default), cpu, cuda or cuda:INDEX"
     )
     group.addoption(
-        "--dsa-preset", type=_preset, metavar="NAME", help="geometry; default: tiny on a CPU, deepseek_v32 on CUDA"
+        "--dsa-preset",
+        type=_preset,
+        metavar="NAME",
+        help="geometry; default: the system's own, mostly tiny on a CPU, deepseek_v32 on CUDA",
     )
     group.addoption(
-        "--dsa-rounds", type=_rounds, metavar="N", help="rounds of each configuration; default: the 17 scripted ones"
+        "--dsa-rounds",
+        type=_rounds,
+        metavar="N",
+        help="rounds of each configuration; default: the scripted ones, 17 (padded: 68)",
     )
     group.addoption("--dsa-seed", type=_seed, default=0, metavar="SEED", help="seed of the rounds; default: 0")
     group.addoption(

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from dsa_verify.geometry import DISJOINT_GENERATIONS, Geometry
 from dsa_verify.kpool_rules import check_lengths, live_candidates
 from dsa_verify.ragged_rules import graph_tokens, padded_verify_lens
-from dsa_verify.scenario import POISONS, Round, pooled_indexer
+from dsa_verify.scenario import POISONS, Round, drawn_lens, pooled_indexer
 
 PAD_REQUEST: Final = 0
 PAGE_ID_MULTIPLIER: Final = 0x9E3779B1  # odd, so multiplying permutes the ids modulo a power of two
@@ -196,6 +196,7 @@ def complete_table(
     if system != "decode":
         for i in range(count):
             row_request[i, : token_rows[i]] = np.repeat(np.arange(widest), owned[i])
+    lens = drawn_lens(system, geometry)
     return RoundTable(
         bucket=bucket,
         raw=raw,
@@ -213,9 +214,9 @@ def complete_table(
         row_request=row_request,
         remap_rows=remap_rows,
         remap_generations=remap_generations,
-        ragged=system == "draft_extend" and not geometry.indexer,
-        accepts=system == "draft_extend" and pooled_indexer(geometry),
-        verifies=system == "ragged_verify",
+        ragged="extend_lens" in lens,
+        accepts="accept_lens" in lens,
+        verifies="verify_lens" in lens,
     )
 
 

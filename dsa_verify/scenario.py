@@ -225,6 +225,19 @@ def pooled_indexer(geometry: Geometry) -> bool:
     return geometry.indexer and geometry.pool_size > 1
 
 
+def drawn_lens(system: str, geometry: Geometry) -> dict[str, int]:
+    """The per-request counts that a round of `system` says beside its lengths, and the least value of each; the
+    greatest is N."""
+    found = {}
+    if system == "draft_extend" and not geometry.indexer:
+        found["extend_lens"] = 0
+    if system == "draft_extend" and pooled_indexer(geometry):
+        found["accept_lens"] = 1
+    if system == "ragged_verify":
+        found["verify_lens"] = 1
+    return found
+
+
 def _why_not_ragged(system: str, geometry: Geometry) -> str | None:
     if system != "draft_extend":
         return f"has no effect in {system}; remove it"

@@ -78,7 +78,7 @@ def verify_rounds(
                 if replayer is None:
                     replayer = job.open(max(len(table), CHUNK_ROUNDS), table.remap_rows.shape[1])
                 _replay(replayer, table, on_rounds)
-                wrong = _first_wrong_round(replayer, replayer.poll())
+                wrong = first_wrong_round(replayer, replayer.poll())
             if wrong is not None:
                 return _explain(job, recent.up_to(wrong), replayer, folder)
         return []
@@ -123,7 +123,8 @@ def _replay(replayer: Replayer, table: RoundTable, on_rounds: Callable[[int], No
         on_rounds(len(table))
 
 
-def _first_wrong_round(replayer: Replayer, tallies: Mapping[int, Tally]) -> int | None:
+def first_wrong_round(replayer: Replayer, tallies: Mapping[int, Tally]) -> int | None:
+    """The number of the first round in which anything was seen to be wrong; None if nothing was."""
     rounds = [difference.round for tally in tallies.values() for difference in tally.first]
     rounds += [change.round for change in replayer.address_changes]
     rounds += [wrong.round for wrong in replayer.wrong_routes]

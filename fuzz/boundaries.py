@@ -18,10 +18,10 @@ import numpy.typing as npt
 from dsa_verify.geometry import Geometry
 from dsa_verify.matrix import shortest_seq_len
 from dsa_verify.rounds import seq_len_fill
-from dsa_verify.scenario import Round
+from dsa_verify.scenario import Round, drawn_lens
 from dsa_verify.schedules import VARIANTS, Unit, units_per_request
 from dsa_verify.topk_plan_rules import PLAN_RULES, is_written
-from fuzz.limits import adds_draft, drawn_lens, most_requests, undefined_when_empty
+from fuzz.limits import adds_draft, most_requests, undefined_when_empty
 
 Array = npt.NDArray[np.int64]
 

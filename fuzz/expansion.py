@@ -22,9 +22,9 @@ from dsa_verify.geometry import Geometry
 from dsa_verify.matrix import REMAPS_PER_ROUND, shortest_seq_len
 from dsa_verify.ragged_rules import graph_tokens
 from dsa_verify.rounds import PAD_REQUEST
-from dsa_verify.scenario import POISONS, Round
+from dsa_verify.scenario import POISONS, Round, drawn_lens
 from fuzz.boundaries import boundary_lengths
-from fuzz.limits import drawn_lens, undefined_when_empty
+from fuzz.limits import undefined_when_empty
 
 # The finaliser of splitmix64: odd multipliers and shifts after which every input bit reaches every output bit.
 _MULTIPLIERS: Final = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)

@@ -19,10 +19,9 @@ from dsa_verify.errors import UsageError
 from dsa_verify.geometry import MAX_BATCH, MAX_DRAFT_TOKENS
 from dsa_verify.graphs import Backend
 from dsa_verify.matrix import shortest_seq_len
-from dsa_verify.scenario import POISONS, Round, Scenario
+from dsa_verify.scenario import POISONS, Round, Scenario, drawn_lens
 from dsa_verify.subject import SubjectFactory
 from dsa_verify.systems import get_system
-from fuzz.limits import drawn_lens
 from fuzz.shrink import BUDGET_S, closest, put, resized, turning_lengths, with_requests
 from fuzz.trials import OutOfTime, Signature, Trials, is_legal
 

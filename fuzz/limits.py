@@ -10,24 +10,10 @@ from typing import Final
 
 from dsa_verify.geometry import Geometry
 from dsa_verify.ragged_rules import graph_tokens
-from dsa_verify.scenario import pooled_indexer
 from dsa_verify.schedules import VARIANTS, Placement
 
 # The schedule of an all-zero batch is undefined at multiples of so many requests (contract 3.6).
 _UNDEFINED_ROWS: Final = 32
-
-
-def drawn_lens(system: str, geometry: Geometry) -> dict[str, int]:
-    """The per-request counts that a round of `system` says beside its lengths, and the least value of each; the
-    greatest is N."""
-    found = {}
-    if system == "draft_extend" and not geometry.indexer:
-        found["extend_lens"] = 0
-    if system == "draft_extend" and pooled_indexer(geometry):
-        found["accept_lens"] = 1
-    if system == "ragged_verify":
-        found["verify_lens"] = 1
-    return found
 
 
 def adds_draft(system: str) -> bool:

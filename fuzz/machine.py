@@ -33,7 +33,7 @@ from dsa_verify.rounds import tabulate
 from dsa_verify.scenario import POISONS, Round
 from dsa_verify.schedules import VARIANTS
 from dsa_verify.systems import get_system
-from dsa_verify.verify import _first_wrong_round
+from dsa_verify.verify import first_wrong_round
 from fuzz.boundaries import boundaries
 from fuzz.coverage import Coverage
 from fuzz.expansion import RoundSpec
@@ -216,7 +216,7 @@ class Machine(RuleBasedStateMachine):
         self.coverage.observe(round_)
         assert self.replayer is not None
         self.lane = self.replayer.lanes[round_.bucket]
-        if _first_wrong_round(self.replayer, tallies) is not None:
+        if first_wrong_round(self.replayer, tallies) is not None:
             found = confirm(self.job, self.rounds) or [flaky_finding(self.job, tallies, 1)]
             raise AssertionError(self._say("\n".join(finding.sentence for finding in found)))
 

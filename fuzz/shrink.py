@@ -22,12 +22,11 @@ from dsa_verify.geometry import MIN_DRAFT_STEPS, Geometry
 from dsa_verify.graphs import Backend
 from dsa_verify.matrix import boundaries, shortest_seq_len
 from dsa_verify.rounds import PAD_REQUEST
-from dsa_verify.scenario import Round, Scenario
+from dsa_verify.scenario import Round, Scenario, drawn_lens
 from dsa_verify.subject import SubjectFactory
 from dsa_verify.systems import get_system
 from dsa_verify.verify import CASE_WINDOWS
 from fuzz.boundaries import boundary_lengths
-from fuzz.limits import drawn_lens
 from fuzz.trials import OutOfTime, Signature, Trials
 
 BUDGET_S: Final = 60.0

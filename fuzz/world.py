@@ -32,12 +32,12 @@ from dsa_verify.errors import UsageError
 from dsa_verify.geometry import DISJOINT_GENERATIONS, Geometry
 from dsa_verify.matrix import REMAPS_PER_ROUND, shortest_seq_len
 from dsa_verify.ragged_rules import graph_tokens
-from dsa_verify.scenario import POISONS, Round
+from dsa_verify.scenario import POISONS, Round, drawn_lens
 from fuzz.boundaries import Boundary, Kind, boundaries
 from fuzz.coverage import TENANTS, Coverage
 from fuzz.demand import defined, fewest_requests, hold
 from fuzz.expansion import Lane, RoundSpec, as_round, below, expand_columns, word
-from fuzz.limits import adds_draft, drawn_lens, most_requests
+from fuzz.limits import adds_draft, most_requests
 from fuzz.regimes import AIMED, ENGINE, ON_DEMAND, names_of
 from fuzz.strategies import spec_at
 

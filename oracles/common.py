@@ -26,6 +26,16 @@ def write_prefix_sum(lengths: torch.Tensor, out: torch.Tensor) -> None:
     out[1:].copy_(torch.cumsum(lengths, 0, dtype=torch.int64))
 
 
+def row_owners(row_ends: torch.Tensor, ordinals: torch.Tensor) -> torch.Tensor:
+    """int64 [rows]: the request of each token row, from the ends of the requests' rows, int64 [requests], and the rows
+    counted from 1, int64 [rows].
+
+    Row r is owned by the first request whose rows end at or after it, so a request without rows owns none. Rows beyond
+    all ends go to the last request.
+    """
+    return torch.searchsorted(row_ends, ordinals).clamp_(max=len(row_ends) - 1)
+
+
 def write_dsa_lengths(lengths: torch.Tensor, geometry: Geometry, out: torch.Tensor) -> None:
     """int32 [n] `out` = dsa_len of int32 [n] `lengths`, none of them negative (contract 0.4)."""
     if geometry.pool_size == 1:

@@ -6,7 +6,7 @@ import torch
 
 from dsa_verify.geometry import Geometry
 from dsa_verify.subject import Buffers, Inputs
-from oracles.common import write_constants, write_dsa_lengths, write_prefix_sum, write_tables
+from oracles.common import row_owners, write_constants, write_dsa_lengths, write_prefix_sum, write_tables
 from oracles.indexer import IndexerOracle
 
 
@@ -39,9 +39,7 @@ class DraftExtendOracle:
         write_prefix_sum(cache, buffers["cu_seqlens_k"])
 
         row_ends = torch.cumsum(self._extend_lens, 0, dtype=torch.int64)
-        # Counting rows from 1, row r is owned by the first request whose rows end at or after it, so a request without
-        # rows owns none. Dead rows go to the last request.
-        owner = torch.searchsorted(row_ends, self._row_ordinals).clamp_(max=buffers.layout.bucket - 1)
+        owner = row_owners(row_ends, self._row_ordinals)
         # r = row_ends[b] - qo[b] + i + 1, which makes seq[b] - qo[b] + i + 1 the same as seq[b] - row_ends[b] + r.
         torch.add((seq_lens - row_ends).index_select(0, owner), self._row_ordinals, out=expanded)
         expanded.clamp_(min=0)

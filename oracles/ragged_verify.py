@@ -6,7 +6,7 @@ import torch
 
 from dsa_verify.geometry import Geometry
 from dsa_verify.subject import Buffers, Inputs
-from oracles.common import write_constants, write_dsa_lengths, write_prefix_sum, write_tables
+from oracles.common import row_owners, write_constants, write_dsa_lengths, write_prefix_sum, write_tables
 from oracles.indexer import IndexerOracle
 
 
@@ -43,10 +43,7 @@ class RaggedVerifyOracle:
         torch.add(seq_lens, padded, out=cache)
         write_prefix_sum(cache, buffers["cu_seqlens_k"])
 
-        # Counting rows from 1, row r is owned by the first request whose rows end at or after it, so a request without
-        # rows owns none. The last row is always owned: padded lengths cover the graph.
-        row_ends = torch.cumsum(padded, 0, dtype=torch.int64)
-        owner = torch.searchsorted(row_ends, self._row_ordinals).clamp_(max=buffers.layout.bucket - 1)
+        owner = row_owners(torch.cumsum(padded, 0, dtype=torch.int64), self._row_ordinals)
         # r = start[b] + i + 1, which makes seq[b] + i + 1 the same as seq[b] - start[b] + r.
         torch.add((seq_lens - starts).index_select(0, owner), self._row_ordinals, out=expanded)
 

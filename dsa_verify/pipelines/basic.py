@@ -3,6 +3,7 @@ metadata after it, everything in the graph. `schedule_life.py` arranges the same
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Final
 
 import torch
@@ -18,6 +19,28 @@ REQUEST_LANES: Final = 128
 # Table programs to aim for: about four a multiprocessor of a large GPU, so a wide row is spread over several.
 TABLE_PROGRAMS: Final = 528
 INTERPRETED_GROUP: Final = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """How the tables of a launch are divided: `shares` programs to a row, each taking `block` columns at a time;
+    `workers` programs that take `group` requests at once."""
+
+    block: int
+    shares: int
+    workers: int
+    group: int
+
+
+def divide_tables(geometry: Geometry, batch: int, *, interpreted: bool) -> Division:
+    """For the tables of `batch` requests."""
+    block = max(min(COLUMN_BLOCK, triton.next_power_of_2(geometry.columns)), geometry.page_size)
+    shares = max(1, min(-(-geometry.columns // block), TABLE_PROGRAMS // batch))
+    if interpreted:
+        # The interpreter pays by the operation, not by the element: there one worker takes all requests at once.
+        group = min(INTERPRETED_GROUP, triton.next_power_of_2(batch))
+        return Division(block=block, shares=shares, workers=1, group=group)
+    return Division(block=block, shares=shares, workers=batch * shares, group=1)
 
 
 class InGraph:
@@ -49,13 +72,8 @@ class InGraph:
         wide = out.get("page_table_1", real)
         extend = inputs.extend_lens if inputs.extend_lens is not None else inputs.seq_lens
         context_lens = out["paged_mqa_ctx_lens_2d"]
-        block = max(min(COLUMN_BLOCK, triton.next_power_of_2(geometry.columns)), geometry.page_size)
-        shares = max(1, min(-(-geometry.columns // block), TABLE_PROGRAMS // batch))
-        # The interpreter pays by the operation, not by the element: there one worker takes all requests at once.
-        workers, group = (
-            (batch * shares, 1) if real.is_cuda else (1, min(INTERPRETED_GROUP, triton.next_power_of_2(batch)))
-        )
-        metadata_kernel[(1 + workers,)](
+        division = divide_tables(geometry, batch, interpreted=not real.is_cuda)
+        metadata_kernel[(1 + division.workers,)](
             inputs.seq_lens,
             inputs.req_pool_indices,
             inputs.req_to_token,
@@ -84,11 +102,11 @@ class InGraph:
             PAGE=geometry.page_size,
             WIDE=geometry.wide_table,
             CONTEXT_PER_REQUEST=out.layout["paged_mqa_ctx_lens_2d"].alias is None,
-            SHARES=shares,
-            BLOCK=block,
+            SHARES=division.shares,
+            BLOCK=division.block,
             LANES=min(REQUEST_LANES, triton.next_power_of_2(batch)),
             DRAFT_LANES=triton.next_power_of_2(geometry.draft_tokens),
-            GROUP=group,
+            GROUP=division.group,
         )
 
 

@@ -17,7 +17,7 @@ from dsa_verify.geometry import Geometry
 from dsa_verify.layouts import basic
 from dsa_verify.layouts.indexer import WRITE_PLAN
 from dsa_verify.layouts.mtp import destination_buffers, destinations
-from dsa_verify.pipelines.basic import COLUMN_BLOCK, INTERPRETED_GROUP, REQUEST_LANES, TABLE_PROGRAMS, Decode
+from dsa_verify.pipelines.basic import REQUEST_LANES, Decode, divide_tables
 from dsa_verify.pipelines.indexer import IndexerMetadata
 from dsa_verify.pipelines.mtp_kernel import copy_kernel
 from dsa_verify.subject import Buffers, Inputs
@@ -63,11 +63,8 @@ def fused_copy(source: Mapping[str, torch.Tensor], targets: Sequence[Buffers]) -
         raise UsageError(f"targets: row strides {tables} differ; copy to one destination at a time")
     first, second, third = targets if len(targets) == FUSED else [targets[0]] * FUSED
     real = source["real_page_table"]
-    block = max(min(COLUMN_BLOCK, triton.next_power_of_2(geometry.columns)), geometry.page_size)
-    shares = max(1, min(-(-geometry.columns // block), TABLE_PROGRAMS // batch))
-    # The interpreter pays by the operation, not by the element: there one worker takes all rows at once.
-    workers, group = (batch * shares, 1) if real.is_cuda else (1, min(INTERPRETED_GROUP, triton.next_power_of_2(batch)))
-    copy_kernel[(1 + workers,)](
+    division = divide_tables(geometry, batch, interpreted=not real.is_cuda)
+    copy_kernel[(1 + division.workers,)](
         *_copied(source),
         *_copied(first),
         *_copied(second),
@@ -81,10 +78,10 @@ def fused_copy(source: Mapping[str, torch.Tensor], targets: Sequence[Buffers]) -
         THREE=len(targets) == FUSED,
         PAGE=geometry.page_size,
         WIDE=geometry.wide_table,
-        SHARES=shares,
-        BLOCK=block,
+        SHARES=division.shares,
+        BLOCK=division.block,
         LANES=min(REQUEST_LANES, triton.next_power_of_2(batch)),
-        GROUP=group,
+        GROUP=division.group,
     )
 
 

@@ -130,10 +130,3 @@ class Padded:
             group = min(INTERPRETED_GROUP, triton.next_power_of_2(rows))
             return (triton.cdiv(rows, group), 1), group, columns
         return (rows, max(1, min(triton.cdiv(width, columns), PROGRAMS // rows))), 1, columns
-
-
-class PaddedUnclamped(Padded):
-    """Lengths straight from the formula, to be caught: a pad row shorter than the draft sees a negative one."""
-
-    name = "unclamped"
-    clamp = False

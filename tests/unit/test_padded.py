@@ -15,7 +15,7 @@ from dsa_verify.compilations import count_compilations
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import PADDED_MODES, Geometry
 from dsa_verify.layouts.padded import padded
-from dsa_verify.pipelines.padded import Padded, PaddedUnclamped
+from dsa_verify.pipelines.padded import Padded
 from dsa_verify.regions import LOUD_WORD
 from dsa_verify.rounds import rows_per_request, token_slots
 from dsa_verify.subject import Inputs, Subject
@@ -238,6 +238,12 @@ def test_pad_rows_hold_exactly_what_the_contract_says(
     assert not pad["c128_len_raw"].any()
     assert (pad["c128_page_indices"] == -1).all()
     assert (pad["c4_sparse_indices"] == -1).all()
+
+
+class PaddedUnclamped(Padded):
+    """Lengths straight from the formula: a pad row shorter than the draft sees a negative one."""
+
+    clamp = False
 
 
 UNSIGNED = ("swa_topk_lengths", "c4_len_raw", "c4_len_clamped", "c4_sparse_lengths", "c128_len_raw")

@@ -19,12 +19,12 @@ from dsa_verify.geometry import Geometry
 from dsa_verify.graph_keys import accepts, key_of
 from dsa_verify.job import Job
 from dsa_verify.layouts.ragged_verify import ragged_verify
-from dsa_verify.pipelines.ragged_verify import KeyedByTokens, RaggedVerify
+from dsa_verify.pipelines.ragged_verify import RaggedVerify
 from dsa_verify.ragged_rules import capture_lens, graph_tokens, next_graph_tokens, padded_to_bucket
 from dsa_verify.regions import LOUD_WORD
 from dsa_verify.rounds import token_slots
 from dsa_verify.scenario import Round
-from dsa_verify.subject import Inputs, Subject
+from dsa_verify.subject import Buffers, Inputs, Subject
 from dsa_verify.systems import SYSTEMS
 from dsa_verify.verify import Counts, verify_rounds
 from oracles.ragged_referee import captured, expected_ragged, graph_of, padded
@@ -183,6 +183,15 @@ def test_lengths_that_do_not_fit_write_nothing_wild(subject: Callable[[], Subjec
 
 
 # What must be caught -------------------------------------------------------------------------------------------------
+
+
+class KeyedByTokens(RaggedVerify):
+    """The graph is chosen by its token rows alone, so every replay sees the lengths of the capture."""
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        super().allocate(geometry, inputs, buffers)
+        captured = capture_lens(buffers.layout.tokens, buffers.layout.bucket, geometry.draft_tokens)
+        self._verify_lens = torch.tensor(captured, dtype=torch.int32, device=inputs.seq_lens.device)
 
 
 def test_a_graph_keyed_by_tokens_only_is_caught() -> None:
