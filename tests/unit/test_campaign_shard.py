@@ -179,7 +179,7 @@ def test_what_does_not_show_again_is_flaky_with_its_rate(
 
 
 def test_a_blind_judge_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_module, "_first_wrong_round", lambda *arguments: None)
+    monkeypatch.setattr(verify_module, "first_wrong_round", lambda *arguments: None)
     result = work(tmp_path)
     assert result.canary is not None
     assert (result.canary["verdict"], result.canary["why"]) == ("missing", "192 rounds showed nothing")
