@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -18,6 +19,8 @@ from dsa_verify.subject import Buffers, Inputs, SubjectFactory
 from dsa_verify.systems import SYSTEMS
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+# For parameters that only vary what others show too, where Triton is interpreted.
+slow_on_cpu = [pytest.mark.slow] if DEVICE.type == "cpu" else []
 SMALL = {"context": 37, "request_rows": 9, "topk": 8}
 
 

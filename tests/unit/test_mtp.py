@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from support import DEVICE, backend
+from support import DEVICE, backend, slow_on_cpu
 
 from dsa_verify.arena import Arena
 from dsa_verify.errors import UsageError
@@ -50,12 +50,12 @@ def targets_of(count: int, preset: str = "tiny_pool", **overrides: object) -> tu
 @pytest.mark.parametrize(
     "subject, draft_steps, form",
     [
-        ("triton", 2, "plain"),
+        pytest.param("triton", 2, "plain", marks=slow_on_cpu),
         ("triton", 3, "offset"),
-        ("triton", 4, "strided"),
-        ("triton", 5, "plain"),
-        ("sibling", 2, "strided"),
-        ("sibling", 5, "plain"),
+        pytest.param("triton", 4, "strided", marks=slow_on_cpu),
+        pytest.param("triton", 5, "plain", marks=slow_on_cpu),
+        ("sibling", 3, "strided"),
+        pytest.param("sibling", 5, "plain", marks=slow_on_cpu),
     ],
 )
 def test_every_destination_is_right(subject: str, preset: str, draft_steps: int, form: str) -> None:

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from support import slow_on_cpu
 
 from dsa_verify.confirm import confirm
 from dsa_verify.findings import Diagnosis
@@ -42,7 +43,16 @@ def job_of(subject: object, preset: str = "tiny_pool", **overrides: object) -> J
 
 
 @pytest.mark.parametrize("subject", LIVES)
-@pytest.mark.parametrize("overrides", [{}, {"pool_size": 1}, {"architecture": 100}, {"pool_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        pytest.param({"pool_size": 1}, marks=slow_on_cpu),
+        {"architecture": 100},
+        pytest.param({"pool_size": 2}, marks=slow_on_cpu),
+    ],
+    ids=str,
+)
 def test_each_life_is_right(subject: str, overrides: dict[str, object]) -> None:
     job, counts = job_of(subject, **overrides), Counts()
     assert verify_rounds(job, [job.table(ROUNDS)], counts, folder=None) == []
@@ -98,7 +108,9 @@ def test_a_schedule_finding_says_what_becomes_of_the_tiles() -> None:
     assert re.search(r"SM \d+|row \d+", law), finding.sentence
 
 
-@pytest.mark.parametrize("subject", LIVES)
+@pytest.mark.parametrize(
+    "subject", [life if life == "cached" else pytest.param(life, marks=slow_on_cpu) for life in LIVES]
+)
 def test_the_matrix_has_every_life(subject: str) -> None:
     """One configuration here; all sixteen on a GPU."""
     for config in diagnostic_matrix(VERIFY, Geometry.resolve("tiny_pool"), batches=[4], drafts=[2], rounds=9):
