@@ -95,17 +95,28 @@ class Judge:
         for counter in (self._differing, self._compared, self._ring):
             counter.zero_()
 
+    @property
+    def counters(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """int64 [regions] words that differed, int64 [regions] elements compared, int32 [regions, RING_ENTRIES,
+        RING_COLUMNS] first differences: all that was seen, on the device."""
+        return self._differing, self._compared, self._ring
+
     def poll(self) -> Tally:
         """Read the counters; synchronises. Differences come ordered by round, phase, region, row, column."""
-        differing = self._differing.tolist()
+        return self.read(self.counters)
+
+    def read(self, counters: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Tally:
+        """What `counters`, the judge's own or a copy of them on the host, say."""
+        differing_by_region, compared, ring = counters
+        differing = differing_by_region.tolist()
         found = []
         for index, count in enumerate(differing):
             if count:
-                entries = self._ring[index, : min(count, RING_ENTRIES)].tolist()
+                entries = ring[index, : min(count, RING_ENTRIES)].tolist()
                 found += [(entry, index) for entry in entries]
         found.sort(key=lambda pair: (pair[0][0], pair[0][1], pair[1], pair[0][2], pair[0][3]))
         return Tally(
-            compared=int(self._compared.sum()),
+            compared=int(compared.sum()),
             differing={region: count for region, count in zip(self.regions, differing, strict=True) if count},
             first=tuple(self._difference(entry, index) for entry, index in found),
         )

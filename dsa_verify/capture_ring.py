@@ -1,0 +1,241 @@
+"""CaptureRing: the inputs of the last rounds of a live server, on the device, and from there to a case file.
+
+Of each round it keeps what a case can say: lengths, request rows, counts of tokens, and on which pages the live tokens
+of each request lie. No weights, no prompts, no slots of tokens beyond that. Recording waits for nothing: which entry
+is written next is decided on the device, and so is that nothing is written any more once the ring is frozen, by hand
+or because a check of the overlay has failed. Reading it back waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from dsa_verify.capture_case import Dump, Recorded, to_case
+from dsa_verify.capture_pages import list_pages
+from dsa_verify.contract import Layout
+from dsa_verify.errors import UsageError
+from dsa_verify.expand import expansion
+from dsa_verify.geometry import Geometry
+from dsa_verify.overlay_inputs import input_specs, token_columns
+from dsa_verify.overlay_launch import OwnStream
+from dsa_verify.overlay_sources import Sources
+from dsa_verify.rounds import rows_per_request
+from dsa_verify.systems import get_system
+
+DEFAULT_ROUNDS: Final = 64
+MAX_ROUNDS: Final = 4096
+MAX_RING_BYTES: Final = 256 << 20
+_HEAD: Final = ("number", "raw", "bucket", "broken", "misplaced")
+
+
+class CaptureRing:
+    """The last `rounds` rounds of `system`, of buckets up to `widest`, on `device`. UsageError for sizes beyond
+    MAX_ROUNDS or MAX_RING_BYTES.
+
+    `subject`, `fault`: what a case names, so that it replays against the server's own pipeline at home.
+    """
+
+    def __init__(
+        self,
+        system: str,
+        geometry: Geometry,
+        *,
+        widest: int,
+        device: torch.device | str,
+        rounds: int = DEFAULT_ROUNDS,
+        subject: str | None = None,
+        fault: str | None = None,
+    ):
+        if not 1 <= rounds <= MAX_ROUNDS:
+            raise UsageError(f"rounds: {rounds} is outside 1..{MAX_ROUNDS}; choose a number inside")
+        self.system, self.geometry, self.widest, self.rounds = system, geometry, widest, rounds
+        self.subject, self.fault = subject, fault
+        self._device = torch.device(device)
+        if self._device.type == "cuda" and self._device.index is None:
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._drawn = [spec.name for spec in input_specs(system, geometry) if spec.drawn]
+        self._pages = -(-token_columns(geometry) // geometry.allocator_page)
+        width = len(_HEAD) + widest * (len(self._drawn) + self._pages)
+        size = 4 * (rounds + 1) * width
+        if size > MAX_RING_BYTES:
+            raise UsageError(
+                f"rounds: {rounds} rounds of {widest} requests with {self._pages} pages each take {size >> 20} MiB, "
+                f"the limit is {MAX_RING_BYTES >> 20}; keep fewer rounds"
+            )
+        with torch.inference_mode(False):
+            # The last entry takes what comes while the ring is frozen, and is never read.
+            self._store = torch.full((rounds + 1, width), -1, dtype=torch.int32, device=self._device)
+            self._cursor = torch.zeros(1, dtype=torch.int64, device=self._device)
+            self._frozen = torch.zeros(1, dtype=torch.int32, device=self._device)
+            self._stream = OwnStream(self._device)
+            self._facts = self._stream.facts(2)
+        self._writers: dict[int, tuple[Sources, Callable[[], None]]] = {}
+        self._number = 0
+
+    def record(self, *, raw_batch: int, bucket: int, inputs: object) -> None:
+        """Keep the round whose inputs have just been prepared, on the current stream; waits for nothing.
+
+        `inputs`: a mapping or object with tensors named as in `dsa_verify.subject.Inputs`. The first round of a bucket
+        captures a graph, which waits. UsageError for inputs that the system does not have in this form.
+        """
+        if not 0 <= raw_batch <= bucket <= self.widest:
+            raise UsageError(f"raw_batch: {raw_batch} of bucket {bucket}; 0 <= raw_batch <= bucket <= {self.widest}")
+        if bucket not in self._writers:
+            self._writers[bucket] = self._open(bucket, inputs)
+        sources, write = self._writers[bucket]
+        tensors = sources.tensors(inputs)
+        if sources.moved(tensors):  # or are no tensors, which it refuses
+            write = self._writer_of(bucket, sources.checked(tensors))
+        with torch.inference_mode():
+            self._facts.send(self._number, raw_batch)
+            write()
+        self._number += 1
+
+    def freeze(self) -> None:
+        """Record nothing from here on; asynchronous."""
+        self._frozen.fill_(1)
+
+    def thaw(self) -> None:
+        """Record again, into a ring as it was; asynchronous."""
+        self._frozen.zero_()
+
+    def dump(self, folder: Path, *, found: str | None = None) -> Dump:
+        """Write the rounds as a case to `folder`; waits for the device. UsageError if there is none to write."""
+        return self.save(self._store.cpu(), self._cursor.cpu(), folder, found=found)
+
+    # For the overlay, which records on a stream of its own and reads back without waiting ---------------------------
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """What `save` needs, on the device."""
+        return {"store": self._store, "cursor": self._cursor}
+
+    @property
+    def frozen(self) -> torch.Tensor:
+        """int32 [1]: nothing is recorded while it is not 0."""
+        return self._frozen
+
+    def save(self, store: torch.Tensor, cursor: torch.Tensor, folder: Path, *, found: str | None = None) -> Dump:
+        """As `dump`, from copies of `state` on the host."""
+        return to_case(
+            self._read(store, int(cursor)),
+            get_system(self.system).name,
+            self.geometry,
+            subject=self.subject,
+            fault=self.fault,
+            found=found,
+        ).written_to(folder)
+
+    def writer(
+        self,
+        layout: Layout,
+        values: Mapping[str, torch.Tensor],
+        request_map: torch.Tensor,
+        index: torch.Tensor,
+        ends: torch.Tensor,
+        number: torch.Tensor,
+        raw: torch.Tensor,
+    ) -> Callable[[], None]:
+        """A body that records `values` of a round of `layout`: asynchronous and capturable.
+
+        `request_map`: int32 [rows, columns]. `index`: int64 [bucket], the legal rows of it that belong to the batch
+        rows. `ends`: int32 [bucket], live tokens of each, 0 for pad rows. `number`, `raw`: int64 [1] on the device.
+        """
+        bucket, drawn = layout.bucket, len(self._drawn)
+        row = torch.full((self._store.shape[1],), -1, dtype=torch.int32, device=self._device)
+        head = {name: row[i : i + 1] for i, name in enumerate(_HEAD)}
+        head["bucket"].fill_(bucket)
+        head["misplaced"].zero_()
+        columns = row[len(_HEAD) :][: drawn * self.widest].view(drawn, self.widest)[:, :bucket]
+        pages = row[len(_HEAD) + drawn * self.widest :].view(self.widest, self._pages)[:bucket]
+        expected = expansion(self.system, self.geometry)
+        seed = torch.zeros(1, dtype=torch.int64, device=self._device)
+        per_request = rows_per_request(self.system, self.geometry)
+        token = torch.arange(bucket * per_request, device=self._device)
+
+        def write() -> None:
+            head["number"].copy_(number)
+            head["raw"].copy_(raw)
+            for column, name in zip(columns, self._drawn, strict=True):
+                column.copy_(values[name])
+            list_pages(request_map, index, ends, self.geometry.allocator_page, pages, head["broken"])
+            if expected is not None:
+                lengths = values["seq_lens"].clamp(0, self.geometry.context)
+                made = expected({"seq_lens": lengths, "req_pool_indices": index}, request_map, seed)["out_cache_loc"]
+                off = (made != values["out_cache_loc"]) & (token < raw * per_request)
+                head["misplaced"].copy_(off.sum().view(1))
+            at = torch.where(self._frozen > 0, self.rounds, self._cursor % self.rounds)
+            self._store.index_copy_(0, at, row.unsqueeze(0))
+            self._cursor.add_((self._frozen == 0).to(torch.int64))
+
+        return write
+
+    def _open(self, bucket: int, inputs: object) -> tuple[Sources, Callable[[], None]]:
+        layout = get_system(self.system).layout(self.geometry, bucket)
+        sources = Sources.of_inputs(layout, inputs)
+        if sources.device != self._device:
+            raise UsageError(f"device: the inputs are on {sources.device}, the ring is on {self._device}")
+        with torch.inference_mode(False):
+            cursor, frozen = self._cursor.clone(), self._frozen.clone()
+            self._frozen.fill_(1)  # making the graph runs it once
+            write = self._stream.capture(self._writer_of(bucket, sources.bound))
+            self._cursor.copy_(cursor)
+            self._frozen.copy_(frozen)
+        return sources, write
+
+    def _writer_of(self, bucket: int, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        layout = get_system(self.system).layout(self.geometry, bucket)
+        request_map = tensors["req_to_token"]
+        index = torch.zeros(bucket, dtype=torch.int64, device=self._device)
+        ends = torch.zeros(bucket, dtype=torch.int32, device=self._device)
+        number, raw = self._facts.tensor[:1], self._facts.tensor[1:]
+        batch = torch.arange(bucket, device=self._device)
+        write = self.writer(layout, tensors, request_map, index, ends, number, raw)
+        added = live_draft_tokens(self.system, self.geometry)
+        most = min(token_columns(self.geometry), request_map.shape[1])
+
+        def body() -> None:
+            index.copy_(tensors["req_pool_indices"].clamp(0, request_map.shape[0] - 1))
+            live = (tensors["seq_lens"].long() + added).clamp(0, most)
+            ends.copy_(live.masked_fill_(batch >= raw, 0))
+            write()
+
+        return body
+
+    def _read(self, store: torch.Tensor, cursor: int) -> list[Recorded]:
+        """The rounds that were recorded, the oldest first."""
+        count = min(cursor, self.rounds)
+        rows = store[: self.rounds].roll(-(cursor % self.rounds), 0)[self.rounds - count :].numpy()
+        found = []
+        for row in rows:
+            head = dict(zip(_HEAD, row.tolist(), strict=False))
+            drawn = row[len(_HEAD) :][: len(self._drawn) * self.widest].reshape(len(self._drawn), self.widest)
+            pages = row[len(_HEAD) + drawn.size :].reshape(self.widest, self._pages)
+            raw = head["raw"]
+            lens = {name: tuple(drawn[i, :raw].tolist()) for i, name in enumerate(self._drawn)}
+            found.append(
+                Recorded(
+                    number=head["number"],
+                    bucket=head["bucket"],
+                    seq_lens=lens.pop("seq_lens"),
+                    requests=lens.pop("req_pool_indices"),
+                    lens=lens,
+                    pages=tuple(tuple(each[each >= 0].tolist()) for each in pages[:raw]),
+                    broken=head["broken"],
+                    misplaced=head["misplaced"],
+                )
+            )
+        return found
+
+
+def live_draft_tokens(system: str, geometry: Geometry) -> int:
+    """Tokens that are live beyond `seq_lens`, which in some systems is the length before the draft (contract 0.1)."""
+    if system in ("target_verify", "ragged_verify"):
+        return geometry.draft_tokens
+    if system == "padded":
+        return {"verify": geometry.draft_tokens, "draft_block": geometry.draft_tokens - 1}.get(geometry.padded_mode, 0)
+    return 0

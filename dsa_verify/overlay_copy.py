@@ -1,0 +1,66 @@
+"""GroupedCopy: many tensors copied in one launch, rows picked by an index where a piece has one, all of them only if a
+word on the device says so.
+
+What a live server holds is copied in one go, so that a check holds the server's stream up by one small kernel. A row
+that an index does not legally name becomes row 0: what the server holds may be wrong, and a diagnostic must not be
+what takes the device down.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+
+from dsa_verify.regions import as_words
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Piece:
+    """`source` is copied to `to`, both int32 [rows, words] with unit column stride; with `index` (int64 or int32
+    [rows]) row r of `to` is row index[r] of `source`."""
+
+    to: torch.Tensor
+    source: torch.Tensor
+    index: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, to: torch.Tensor, source: torch.Tensor, index: torch.Tensor | None = None) -> Piece:
+        """Of tensors of equal dtype whose rows are whole, and of equal shape where there is no `index`."""
+        return cls(to=as_words(to), source=as_words(source), index=index)
+
+
+class GroupedCopy:
+    """Copies `pieces` on `device`; `when`: int32 [1] on the device, nothing is copied while it is 0.
+
+    On a CUDA device addresses are settled here, so that a graph that captured `launch` holds as long as this object
+    does: it keeps every tensor alive.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], device: torch.device, when: torch.Tensor | None = None):
+        self._pieces = [piece for piece in pieces if piece.to.numel()]
+        self._when = when
+        self._launch: Callable[[], None] | None = None
+        if device.type == "cuda":
+            from dsa_verify.overlay_copy_kernel import CopyTable
+
+            self._launch = CopyTable(self._pieces, device, when).launch
+
+    def launch(self) -> None:
+        """Copy; asynchronous and capturable on a CUDA device."""
+        if self._launch is not None:
+            self._launch()
+        elif self._when is None or int(self._when):
+            copy_plainly(self._pieces)
+
+
+def copy_plainly(pieces: Sequence[Piece]) -> None:
+    """The same in plain torch, a launch or a few for each piece; what `GroupedCopy` does on a CPU."""
+    for piece in pieces:
+        source = piece.source
+        if piece.index is not None:
+            legal = (piece.index >= 0) & (piece.index < len(source))
+            source = source.index_select(0, torch.where(legal, piece.index, 0))
+            source = source[:, : piece.to.shape[1]]
+        piece.to.copy_(source)

@@ -1,0 +1,175 @@
+"""OwnStream: how an overlay works beside a server on the same device: a stream, graphs and a memory pool of its own.
+
+On the server's stream nothing but copies of what it holds happens; what is compared is compared on another stream,
+while the server goes on. Nothing here waits on the host but `capture` and `settle`, which belong to start-up and end.
+On a CPU all of it is a plain call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from dsa_verify.errors import HarnessError
+
+# "global" would let an unsafe call of any other thread of the server spoil the capture.
+CAPTURE_ERROR_MODE = "thread_local"
+
+
+class OwnStream:
+    """Work of the overlay on `device`."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.cuda = device.type == "cuda"
+        self._kept: list[object] = []
+        if self.cuda:
+            # First in line: each of its many small kernels would otherwise wait for a large one of the server.
+            self._stream = torch.cuda.Stream(device, priority=-1)
+            self._pool = torch.cuda.graph_pool_handle()
+            self._taken, self._done = torch.cuda.Event(), torch.cuda.Event()
+            self._done.record(self._stream)
+
+    def capture(self, body: Callable[[], None]) -> Callable[[], None]:
+        """`body` as a graph of this pool, run once before; synchronises. Replay it on any stream, one after another."""
+        if not self.cuda:
+            return body
+        torch.cuda.synchronize(self.device)
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream), torch.no_grad():
+            body()  # kernels compile outside the capture; who calls undoes what this wrote
+            torch.cuda.synchronize(self.device)
+            graph = torch.cuda.CUDAGraph()
+            with _no_collection():
+                graph.capture_begin(pool=self._pool, capture_error_mode=CAPTURE_ERROR_MODE)
+                try:
+                    body()
+                except Exception as error:
+                    raise HarnessError(f"the overlay's own work cannot be captured: {error}") from error
+                finally:
+                    graph.capture_end()
+        # A graph holds bare addresses: what its body refers to must live as long as the graph.
+        self._kept.append((body, graph))
+        return graph.replay
+
+    def reason_not_to_run(self) -> str | None:
+        """Why nothing may be launched now; None if it may."""
+        if not self.cuda:
+            return None
+        if torch.cuda.is_current_stream_capturing():
+            return "the server was capturing a graph on this stream; put the hook where it replays"
+        if torch.cuda.current_device() != self.device.index:
+            return f"the current device is {torch.cuda.current_device()}, the buffers are on {self.device.index}"
+        return None
+
+    def before_taking(self) -> None:
+        """The server's stream waits until the copies of the check before have been judged: a wait on the device."""
+        if self.cuda:
+            torch.cuda.current_stream(self.device).wait_event(self._done)
+
+    def after_taking(self, judge: Callable[[], None]) -> None:
+        """`judge` what the current stream has just taken, beside whatever it does next."""
+        if not self.cuda:
+            judge()
+            return
+        self._taken.record(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._taken)
+            judge()
+            self._done.record(self._stream)
+
+    @contextlib.contextmanager
+    def own(self) -> Iterator[None]:
+        """Launches inside go to the overlay's own stream."""
+        if not self.cuda:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def settle(self) -> None:
+        """Wait until everything that was launched here has ended."""
+        if self.cuda:
+            self._stream.synchronize()
+
+    def mailbox(self, tensors: Mapping[str, torch.Tensor]) -> Mailbox:
+        return Mailbox(self, tensors)
+
+    def facts(self, size: int) -> Facts:
+        return Facts(self.device, size)
+
+
+class Mailbox:
+    """Copies of device `tensors` on the host, by the same names: `ask`, and later they are `ready`.
+
+    The memory on the host is pinned and allocated here, once.
+    """
+
+    def __init__(self, stream: OwnStream, tensors: Mapping[str, torch.Tensor]):
+        self._stream, self._tensors = stream, dict(tensors)
+        self.host = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=stream.cuda)
+            for name, tensor in self._tensors.items()
+        }
+        self._sent = torch.cuda.Event() if stream.cuda else None
+        self.asked = False
+
+    def ask(self) -> None:
+        """Send everything as it will be when the work launched so far has ended; asynchronous."""
+        with self._stream.own():
+            for name, tensor in self._tensors.items():
+                self.host[name].copy_(tensor, non_blocking=True)
+            if self._sent is not None:
+                self._sent.record(torch.cuda.current_stream(self._stream.device))
+        self.asked = True
+
+    def ready(self, *, wait: bool = False) -> bool:
+        """Whether what was asked for is there; with `wait` it is. Nothing is until it was asked for."""
+        if not self.asked:
+            return False
+        if self._sent is not None:
+            if wait:
+                self._sent.synchronize()
+            elif not self._sent.query():
+                return False
+        self.asked = False
+        return True
+
+
+class Facts:
+    """A few integers that the host says of each check, int64 on the device, sent without waiting.
+
+    They go through a ring of pinned rows: a row is written again only when the device is `_ROWS` checks behind, which
+    is more than a launch queue holds.
+    """
+
+    _ROWS = 8192
+
+    def __init__(self, device: torch.device, size: int):
+        self.tensor = torch.zeros(size, dtype=torch.int64, device=device)
+        cuda = device.type == "cuda"
+        self._rows = torch.zeros((self._ROWS if cuda else 1, size), dtype=torch.int64, pin_memory=cuda)
+        self._view = self._rows.numpy()
+        self._next = 0
+
+    def send(self, *values: int) -> None:
+        """Onto the current stream."""
+        row = self._next
+        self._view[row] = values
+        self._next = (row + 1) % len(self._view)
+        self.tensor.copy_(self._rows[row], non_blocking=True)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """A graph that the collector frees during a capture would spoil it."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,253 @@
+"""What an overlay says: a line for each field that differs in a check, in words where there is evidence, and a summary.
+
+Everything here happens on the host, away from the server's hot path, over copies of what the device kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+
+from dsa_verify.contract import Field, Layout, Live
+from dsa_verify.diagnose import Evidence, Moment, describe_place, diagnose_field, shown
+from dsa_verify.findings import Diagnosis
+from dsa_verify.judge import Difference, Phase, Tally, expected_words, live_words
+from dsa_verify.overlay_inputs import ADDS_DRAFT, SLOTS_REGION
+from dsa_verify.overlay_lane import NUMBER, RAW, Lane
+from dsa_verify.regions import Kind
+
+LINE_SCHEMA: Final = 1
+MAX_ELEMENTS: Final = 8  # of one line
+_OLD: Final = "before."
+Host = Mapping[str, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One field that differed in one check. `replay`: the number of the replay since the overlay was attached.
+    `differing`: words that differ, of this check if the line has a `diagnosis`, else those that were kept. `elements`:
+    the first of them as [row, column, got, want]. `case`: a case file that holds the rounds up to this one."""
+
+    kind: str
+    replay: int
+    bucket: int
+    raw_batch: int | None
+    field: str
+    sentence: str
+    diagnosis: str | None = None
+    place: str | None = None
+    differing: int = 0
+    elements: tuple[tuple[int, int, int, int], ...] = ()
+    case: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"schema": LINE_SCHEMA, **dataclasses.asdict(self)}
+
+
+def explained(lane: Lane, evidence: Host) -> list[Line]:
+    """The lines of the check that `evidence` is of: inputs first, since what follows from them is wrong, too."""
+    now = _moment(lane, evidence, "")
+    before = _moment(lane, evidence, _OLD)
+    earlier = [before] if before.round >= 0 else []
+    idle = dataclasses.replace(now, round=-1, raw=0, want=lane.idle, live_tokens=(_idle_tokens(lane),) * lane.bucket)
+    owners = _owners(lane, evidence, now)
+    layout = _with_open_ranges(lane.judged)
+    known = Evidence(layout=layout, now=now, earlier=earlier, capture=idle, owner_of=owners)
+    lines = _input_lines(lane, evidence, now)
+    for region in lane.host_regions(evidence):
+        want, checked = expected_words(region, live_words(region))
+        wrong = (region.got != want) & checked
+        differing = int(wrong.sum())
+        if not differing:
+            continue
+        found = [
+            Difference(
+                region=region,
+                round=now.round,
+                phase=Phase.REPLAY,
+                row=row,
+                word=word,
+                got=int(region.got[row, word]),
+                want=int(want[row, word]),
+            )
+            for row, word in wrong.nonzero()[:MAX_ELEMENTS].tolist()
+        ]
+        diagnosis, sentence, place = diagnose_field(known, found)
+        if diagnosis is Diagnosis.WRONG_VALUE:
+            diagnosis, sentence = _by_page(known, found[0], diagnosis, sentence)
+        lines.append(
+            Line(
+                kind="difference",
+                replay=now.round,
+                bucket=lane.bucket,
+                raw_batch=now.raw,
+                field=region.name,
+                sentence=sentence,
+                diagnosis=diagnosis.value,
+                place=place,
+                differing=differing,
+                elements=tuple((d.row, d.column, d.got, d.want) for d in found),
+            )
+        )
+    return lines
+
+
+def unexplained(lane: Lane, tally: Tally, told: Callable[[int, str], bool], raw_of: Mapping[int, int]) -> list[Line]:
+    """Lines for what the judge kept of checks that left no evidence, unless they were `told` (replay, field) of."""
+    groups: dict[tuple[int, str], list[Difference]] = {}
+    for difference in tally.first:
+        groups.setdefault((difference.round, difference.region.name), []).append(difference)
+    return [
+        Line(
+            kind="input" if found[0].region.kind is not Kind.FIELD else "difference",
+            replay=replay,
+            bucket=lane.bucket,
+            raw_batch=raw_of.get(replay),
+            field=name,
+            sentence=_plain_sentence(found[0]),
+            differing=len(found),
+            elements=tuple((d.row, d.column, d.got, d.want) for d in found[:MAX_ELEMENTS]),
+        )
+        for (replay, name), found in groups.items()
+        if not told(replay, name)
+    ]
+
+
+def _plain_sentence(first: Difference) -> str:
+    region = first.region
+    if region.kind is Kind.LAW:
+        return f"{first.got} live slot(s) of the request map are outside the pool"
+    element = f"[{first.row}]" if region.got.shape[1] == region.words_per_element else f"[{first.row}, {first.column}]"
+    return f"{region.name}{element} is {first.got}, must be {first.want}"
+
+
+# Inputs --------------------------------------------------------------------------------------------------------------
+
+
+def _input_lines(lane: Lane, evidence: Host, now: Moment) -> list[Line]:
+    lines = []
+
+    def line(name: str, diagnosis: Diagnosis, sentence: str, elements: list[tuple[int, int, int, int]]) -> None:
+        lines.append(
+            Line(
+                kind="input",
+                replay=now.round,
+                bucket=lane.bucket,
+                raw_batch=now.raw,
+                field=name,
+                sentence=f"{diagnosis.value}: {sentence}",
+                diagnosis=diagnosis.value,
+                differing=len(elements),
+                elements=tuple(elements[:MAX_ELEMENTS]),
+            )
+        )
+
+    for name in lane.taken.values:
+        values, spec = evidence[f"taken.{name}"].tolist(), lane.legal.spec(name)
+        low, high = lane.legal.limits(name)
+        first_pad = now.raw * spec.rows if lane.plan.tails else len(values)
+        pads = [(row, 0, got, spec.pad) for row, got in enumerate(values) if row >= first_pad and got != spec.pad]
+        wild = [
+            (row, 0, got, min(max(got, low), high))
+            for row, got in enumerate(values[:first_pad])
+            if not low <= got <= high
+        ]
+        if wild:
+            row, _, got, _ = wild[0]
+            line(name, Diagnosis.OUT_OF_RANGE, f"input {name}[{row}] is {got}, legal values are {low} to {high}", wild)
+        if pads:
+            row, _, got, want = pads[0]
+            sentence = (
+                f"input {name}[{row}] is {got}, it must be {want}: with raw batch {now.raw}, batch rows {now.raw} to "
+                f"{lane.bucket - 1} are pad rows, which the engine resets (contract 0.2, 7.5)"
+            )
+            line(name, Diagnosis.TAIL_NOT_RESET, sentence, pads)
+    beyond = int(evidence["beyond_pool"])
+    if beyond:
+        sentence = f"{beyond} live slot(s) of the request map are outside the pool of {lane.legal.pool_slots} slots"
+        line(SLOTS_REGION, Diagnosis.OUT_OF_RANGE, sentence, [(0, 0, beyond, 0)])
+    return lines
+
+
+# What the diagnosis looks at -----------------------------------------------------------------------------------------
+
+
+def _moment(lane: Lane, evidence: Host, prefix: str) -> Moment:
+    facts = evidence[prefix + "facts"].tolist()
+    rows = int(evidence[prefix + "token_rows"])
+    owners = evidence[prefix + "row_request"].tolist()[:rows]
+    return Moment(
+        round=facts[NUMBER],
+        bucket=lane.bucket,
+        raw=facts[RAW],
+        seq_lens=tuple(evidence[prefix + "taken.seq_lens"].tolist()),
+        requests=tuple(evidence[prefix + "taken.req_pool_indices"].tolist()),
+        row_request=tuple(owners),
+        live_tokens=tuple(evidence[prefix + "live_tokens"].tolist()),
+        live_candidates=tuple(evidence[prefix + "live_candidates"].tolist()),
+        token_rows=rows,
+        poison="stale",  # a server poisons nothing
+        want={
+            field.name: _one_row_each(lane, field, evidence[f"{prefix}want.{field.name}"], owners)
+            for field in lane.judged
+        },
+    )
+
+
+def _one_row_each(lane: Lane, field: Field, want: torch.Tensor, owners: list[int]) -> torch.Tensor:
+    """Of a table of which only one row a request is kept (an oracle's), that; of another, the first of each request."""
+    if not field.one_row_per_request or lane.plan.reference is None:
+        return want
+    firsts = [owners.index(b) if b in owners else 0 for b in range(lane.bucket)]
+    return want[firsts]
+
+
+def _idle_tokens(lane: Lane) -> int:
+    pad = lane.legal.spec("seq_lens").pad
+    return pad + (lane.plan.geometry.draft_tokens if lane.layout.system in ADDS_DRAFT else 0)
+
+
+def _owners(lane: Lane, evidence: Host, now: Moment) -> Callable[[int], tuple[int, int] | None]:
+    """Whose token a slot is, by the request map of this check; only of tokens that are live in it."""
+    page = lane.plan.geometry.allocator_page
+    pages = evidence["pages"]
+    found: dict[int, tuple[int, int]] = {}
+    for b in range(now.raw):
+        live = -(-now.seq_lens[b] // page)
+        for at, page_id in enumerate(pages[b, : max(live, 0)].tolist()):
+            found.setdefault(page_id, (now.requests[b], at * page))
+
+    def owner_of(slot: int) -> tuple[int, int] | None:
+        owner = found.get(slot // page)
+        return None if owner is None else (owner[0], owner[1] + slot % page)
+
+    return owner_of
+
+
+def _by_page(known: Evidence, first: Difference, diagnosis: Diagnosis, sentence: str) -> tuple[Diagnosis, str]:
+    """The request whose page or slot the wrong value is, where that says more than what was found."""
+    field = known.layout[first.region.name]
+    slots = field.column_step or (known.layout.geometry.page_size if field.name == "page_table" else 0)
+    owner_of = known.owner_of
+    if not slots or field.column_start or field.live is not Live.TOKENS or owner_of is None:
+        return diagnosis, sentence
+    owner, batch_row = owner_of(first.got * slots), known.now.batch_row(field, first.row)
+    if owner is None or batch_row is None or owner[0] == known.now.requests[batch_row]:
+        return diagnosis, sentence
+    place = describe_place(known, field, first.row, first.column)
+    values = f"is {shown(field, first.got)}, must be {shown(field, first.want)}"
+    why = f"that is token {owner[1]} of request {owner[0]}"
+    return Diagnosis.REQUEST_MAP, f"{Diagnosis.REQUEST_MAP.value}: {place} {values}: {why}"
+
+
+def _with_open_ranges(layout: Layout) -> Layout:
+    """Upper bounds that follow from how many slots there are say nothing of a server, whose pool is of another size."""
+    longest = layout.geometry.context + layout.geometry.draft_tokens + 1
+    fields = tuple(
+        dataclasses.replace(field, high=max(field.high, 1 << 31)) if field.high > longest else field for field in layout
+    )
+    return dataclasses.replace(layout, fields=fields)
