@@ -7,13 +7,14 @@ oracle and a pipeline must each work out for themselves has no place in a module
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, Literal
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Final, Literal
 
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import MAX_DRAFT_TOKENS, Geometry
+
+if TYPE_CHECKING:  # the reader of cases needs the rules only, in processes that have no other use for NumPy
+    import numpy as np
+    import numpy.typing as npt
 
 Mode = Literal["decode", "target_verify", "draft_extend"]
 

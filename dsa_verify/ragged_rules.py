@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import Geometry
 
-Array = npt.NDArray[np.int64]
+if TYPE_CHECKING:  # the reader of cases needs the rules only, in processes that have no other use for NumPy
+    import numpy as np
+    import numpy.typing as npt
+
+    Array = npt.NDArray[np.int64]
 
 
 def graph_tokens(geometry: Geometry, bucket: int) -> int:
@@ -91,7 +93,7 @@ def padded_verify_lens(geometry: Geometry, bucket: Array, raw: Array, verify_len
 
     `bucket`, `raw`: [M]. `verify_lens`: [M, B], of which the first `raw` count.
     """
-    padded = np.zeros_like(verify_lens)
+    padded = verify_lens * 0
     for i, (slots, live) in enumerate(zip(bucket.tolist(), raw.tolist(), strict=True)):
         padded[i, :slots] = padded_to_bucket(verify_lens[i, :live].tolist(), slots, graph_tokens(geometry, slots))[0]
     return padded

@@ -11,18 +11,20 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
+from dsa_verify.engines import engine_subject
 from dsa_verify.errors import (
     STATUS_EQUAL,
     STATUS_HARNESS,
@@ -33,27 +35,32 @@ from dsa_verify.errors import (
     UsageError,
 )
 from dsa_verify.geometry import parse_settings
+from dsa_verify.waivers import parse_ledger, read_entries
+from dsa_verify.whole_files import write_whole
 from fuzz.campaign_live import Display, Flight, Health, Moment
 from fuzz.campaign_report import finding_lines, report_lines, status_lines, summary, verdict_lines
 from fuzz.executors import Pool, open_pool
+from fuzz.locks import FolderInUse, held
 from fuzz.plan import PLAN_FILE, Plan, read_plan, settle_plan
 from fuzz.shard import NO_ROOM, ShardResult
 from fuzz.shard_folder import (
     PROGRESS_FILE,
     STOP_FILE,
     attempts_in,
-    held,
+    findings_in,
     read_json,
     read_progress,
     shard_folder,
     shard_numbers,
-    write_whole,
 )
 from fuzz.store import RECHECKS_FILE, WAIVERS_FILE, Store, StoreLocked, note_recheck, waive
-from fuzz.supervise import TIMEOUT_S, supervise_in_slot
+from fuzz.supervise import KILL_WAIT_S, STOP_GRACE_S, TIMEOUT_S, give_up, supervise_in_slot
 
 LOCK_FILE: Final = "campaign.lock"
 TICK_S: Final = 0.5
+SEE_WAIT_S: Final = 60.0  # in which a network file system shows to one machine what another has written
+# For a campaign's shards, once it is over: to see that, to come to their end, to be killed.
+END_WAIT_S: Final = SEE_WAIT_S + STOP_GRACE_S + KILL_WAIT_S
 DEFAULT_BUDGET: Final = "1h"
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 # What a plan is where nothing else is said; the systems are those that a run which names none includes.
@@ -84,6 +91,8 @@ class Campaign:
         self._stopping = False
         self._health = Health()
         self._interrupted = False
+        self._ends_at, self._abandoned = math.inf, False
+        self._unseen: set[int] = set()
         self._facts: dict[str, Any] = {}
         self._executed_before = 0
 
@@ -106,10 +115,12 @@ class Campaign:
             except BaseException:
                 # Shards in other processes must not go on for a campaign that is over.
                 self._end()
-                wait(self._flights)
+                self._abandoned = bool(wait(self._flights, END_WAIT_S).not_done)
                 raise
             finally:
-                stop.unlink(missing_ok=True)
+                if not self._abandoned:
+                    stop.unlink(missing_ok=True)
+            self._see()
             store.rebuild()
             facts = summary(store)
         for text in verdict_lines(facts):
@@ -147,11 +158,32 @@ class Campaign:
 
     def _end(self) -> None:
         """Ask all shards to end; they see it within a heartbeat, or are killed."""
+        # Their futures are not cancelled: an executor of other machines would take that for the end of what still runs.
         self._stopping = True
+        self._ends_at = min(self._ends_at, time.monotonic() + END_WAIT_S)
         with contextlib.suppress(OSError):
             write_whole(self.root / STOP_FILE, "")
-        for future in self._flights:
+
+    def _abandon(self) -> None:
+        """Wait no longer for shards that should have ended. The stop file stays, for those that still run."""
+        self._abandoned = True
+        for future, number in self._flights.items():
             future.cancel()
+            self._unindexed.add(number)
+            self.display.say(
+                f"shard {number}: did not end within {END_WAIT_S:g} s and is left to its worker; resuming takes what "
+                "came of it, or does it anew"
+            )
+        self._flights.clear()
+
+    def _see(self) -> None:
+        """Wait for the results of shards that have ended elsewhere: a network file system shows them late."""
+        patience = time.monotonic() + SEE_WAIT_S
+        while self._unseen and time.monotonic() < patience:
+            self._unseen = {number for number in self._unseen if not self._done(number)}
+            time.sleep(TICK_S)
+        for number in sorted(self._unseen):
+            self.display.say(f"shard {number}: its results are on another disk; unite the folders with `merge`")
 
     def _tick(self, known: set[str]) -> set[str]:
         """Wait a little, take in what has ended, show what there is; the keys of all findings."""
@@ -159,48 +191,79 @@ class Campaign:
             done, _ = wait(self._flights, timeout=TICK_S, return_when=FIRST_COMPLETED)
         except KeyboardInterrupt:
             if self._interrupted:
-                os._exit(STATUS_INTERRUPTED)  # shards end with their supervisor
+                os._exit(STATUS_INTERRUPTED)  # shards end with their supervisor, or see the stop file that is left
             self._interrupted = True
             self.display.say("interrupted; shards are ending (again to end at once: what is in flight is then lost)")
             self._end()
             return known
-        for future in done:
+        for future in [each for each in self._flights if each in done]:
             number = self._flights.pop(future)
             self._unindexed.add(number)
-            if not future.cancelled():
-                self._take(number, future.result())
-        self._index()
-        facts = summary(self._store) if done or self.display.live else self._facts
+            self._settle(number, future)
+        if time.monotonic() > self._ends_at:
+            self._abandon()
+        facts = summary(self._store) if self._index() else self._facts
         self._facts = facts
         for finding in facts["findings"]:
             if finding["key"] not in known:
-                for text in finding_lines(finding, self.root):
+                for text in finding_lines(finding, self.root, facts["replay_options"]):
                     self.display.say(text)
         self._over()
         self.display.show(self._moment(facts))
         return known | {finding["key"] for finding in facts["findings"]}
 
+    def _settle(self, number: int, future: Future[ShardResult]) -> None:
+        """Take what came of the shard. Raises what it raised; HarnessError if the executor has failed."""
+        if future.cancelled():
+            if self._stopping:
+                return
+            raise HarnessError(
+                f"shard {number}: the executor dropped it, which it does when its scheduler is gone; resume with the "
+                "same command when that is back"
+            )
+        try:
+            self._take(number, future.result())
+        except self.pool.lost as error:
+            self._give_up(number, error)
+        except BrokenExecutor as error:
+            raise HarnessError(f"shard {number}: the executor broke ({error}); resume with the same command") from error
+
+    def _give_up(self, number: int, error: Exception) -> None:
+        folder = shard_folder(self.root, number)
+        try:
+            give_up(folder, f"{type(error).__name__}: {error}")
+            self._say_attempts(number)
+        except FolderInUse as in_use:
+            self.display.say(f"shard {number}: {type(error).__name__}: {error}; and yet {in_use}")
+
     def _take(self, number: int, result: ShardResult) -> None:
         folder = shard_folder(self.root, number)
         if result.final and ShardResult.read(folder) is None:
-            self.display.say(f"shard {number}: its results are on another disk; unite the folders with `merge`")
+            self._unseen.add(number)
+        self._say_attempts(number)
+        self.display.say(
+            f"shard {number}: {result.system}, {result.executed} of {result.requested} rounds, {result.ended}"
+        )
+
+    def _say_attempts(self, number: int) -> None:
+        folder = shard_folder(self.root, number)
         for attempt in attempts_in(folder):
             self.display.say(
                 f"shard {number}: {attempt['ended']}: {attempt['text']} "
                 f"({attempt['rounds_lost']} rounds in flight lost)"
             )
-        self.display.say(
-            f"shard {number}: {result.system}, {result.executed} of {result.requested} rounds, {result.ended}"
-        )
 
-    def _index(self) -> None:
-        for number in sorted(self._unindexed):
+    def _index(self) -> bool:
+        """Take into the store what has ended; whether there was any."""
+        waiting = sorted(self._unindexed)
+        for number in waiting:
             try:
                 self._store.index(number)
             except StoreLocked as error:
                 self.display.say(f"{error}; it is tried again with the next shard")
-                return
+                break
             self._unindexed.discard(number)
+        return bool(waiting)
 
     def _moment(self, facts: dict[str, Any]) -> Moment:
         flights = [self._flight(number) for number in sorted(self._flights.values())]
@@ -236,13 +299,18 @@ def run_campaign(root: Path, plan: Plan, limits: Limits, pool: Pool, display: Di
         try:
             return Campaign(root, plan, limits, pool, display).run()
         except UsageError:
-            if not any(ShardResult.read(shard_folder(root, number)) for number in shard_numbers(root)):
+            if not any(_has_begun(shard_folder(root, number)) for number in shard_numbers(root)):
                 (root / PLAN_FILE).unlink()  # a plan that no shard can follow was never begun
             raise
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
             raise HarnessError(f"{root}: {error}; make room, then resume: what is there is whole") from error
+
+
+def _has_begun(folder: Path) -> bool:
+    """Whether the shard has left anything that only its own plan explains."""
+    return ShardResult.read(folder) is not None or bool(findings_in(folder) or attempts_in(folder))
 
 
 def merge(sources: Sequence[Path], into: Path) -> int:
@@ -322,13 +390,17 @@ def main() -> None:
 @click.option("--budget", help=f"Time for this run: 90s, 30m, 8h, 2d. Default without --max-rounds: {DEFAULT_BUDGET}.")
 @click.option("--max-rounds", type=click.IntRange(min=1), help="Rounds of the whole campaign, in whole shards.")
 @click.option("--systems", help="Comma-separated. Default: decode,target_verify,draft_extend.")
-@click.option("--subject", help="Pipeline under test: a shipped or installed name, or module:attribute.")
+@click.option("--subject", help="Pipeline under test: a name of `dsa-verify subjects`, or module:attribute.")
 @click.option("--seed", type=click.IntRange(min=0), help="Default: 0.")
 @click.option("--rounds-per-shard", "rounds_a_shard", type=click.IntRange(min=1), help="Default: 16384.")
 @click.option("--preset", help="Model geometry. Default: what each system has for the device.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a field of the geometry.")
 @click.option("--batch", "batches", type=int, multiple=True, help="Batch bucket; repeatable.")
 @click.option("--device", help="auto, cpu or cuda. Default: auto.")
+@click.option(
+    "--waivers", "ledger", metavar="FILE", type=click.Path(path_type=Path), help="Ledger of known differences."
+)
+@click.option("--no-waivers", is_flag=True, help="Judge known differences, too.")
 @click.option("--resident", is_flag=True, default=None, help="Unsteered rounds, drawn in bulk on the device.")
 @click.option("--executor", default="local", show_default=True, help="local, or dask://HOST:PORT.")
 @click.option("--workers", type=click.IntRange(min=1), help="Shards at once. Default: one for each GPU, or core.")
@@ -342,14 +414,23 @@ def run(
     executor: str,
     workers: int | None,
     timeout_s: float,
+    ledger: Path | None,
+    no_waivers: bool,
     **given: Any,
 ) -> None:
     """Begin the campaign in DIR, or resume it."""
     settled = {name: value for name, value in given.items() if value not in (None, ())}
     if "systems" in settled:
         settled["systems"] = tuple(name.strip() for name in settled["systems"].split(","))
+    engine = engine_subject(settled.get("subject"))
+    if engine is not None:
+        settled.setdefault("systems", (engine.system,))
     if "settings" in settled:
         settled["settings"] = parse_settings(settled["settings"])
+    if ledger is not None and no_waivers:
+        raise UsageError("--waivers: has no effect with --no-waivers; give one of them")
+    if ledger is not None or no_waivers:
+        settled["waivers"] = () if ledger is None else _entries(ledger)
     if timeout_s <= 0:
         raise UsageError(f"--timeout: {timeout_s:g} is not above 0; a shard is silent while it captures and compiles")
     budget_s = parse_time(budget or DEFAULT_BUDGET) if budget or max_rounds is None else None
@@ -360,6 +441,12 @@ def run(
         display.say(f"campaign in {root}: {', '.join(plan.systems)}, seed {plan.seed}, on {', '.join(pool.devices)}")
         status = run_campaign(root, plan, limits, pool, display)
     sys.exit(status)
+
+
+def _entries(path: Path) -> tuple[dict[str, Any], ...]:
+    entries = tuple(read_entries(path))
+    parse_ledger(entries, str(path))  # which names the file, where the plan would name its copy
+    return entries
 
 
 @main.command()
@@ -419,6 +506,7 @@ def _rechecked(root: Path) -> Iterator[tuple[str, int, int]]:
             continue  # a flaky one that does not show is not gone
         case = root / finding["path"]
         command = [sys.executable, "-m", "dsa_verify.cli", "replay", str(case), "--device", plan.device]
+        command += plan.replay_options(root)
         ends = [subprocess.run(command, capture_output=True, check=False) for _ in range(repeats)]
         broken = [end for end in ends if end.returncode in (STATUS_USAGE, STATUS_HARNESS)]
         if broken:

@@ -46,9 +46,11 @@ def summary(store: Store) -> dict[str, Any]:
         for shard in shards
         if shard["ended"] == "unfinished" and last.get(shard["number"], {}).get("ended") in _FAILED
     ]
+    plan = read_plan(store.root)
     facts: dict[str, Any] = {
         "schema": REPORT_SCHEMA,
-        "plan": read_plan(store.root).to_dict(),
+        "plan": plan.to_dict(),
+        "replay_options": plan.replay_options(store.root),
         "shards": len(shards),
         "shards_ended": _counts(shards, "ended"),
         "rounds_requested": sum(shard["requested"] for shard in shards),
@@ -59,7 +61,8 @@ def summary(store: Store) -> dict[str, Any]:
         "canaries_missing": [c for c in canaries if c["verdict"] not in _ALIVE or not c["stored"]],
         "attempts": attempts,
         "failed": failed,
-        "coverage": _coverage(shards),
+        "coverage": _coverage(store),
+        "provenance": _provenances(store),
     }
     return {**facts, "status": status_of(facts)}
 
@@ -86,22 +89,25 @@ def _counts(rows: Sequence[Mapping[str, Any]], column: str) -> dict[str, int]:
     return counts
 
 
-def _coverage(shards: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _coverage(store: Store) -> list[dict[str, Any]]:
     """By configuration: what at least one of its shards has visited."""
-    never: dict[str, set[tuple[str, ...]]] = {}
-    possible: dict[str, int] = {}
-    for shard in shards:
-        if shard["coverage"] is None:
-            continue
-        seen = json.loads(shard["coverage"])
-        name = shard["configuration"]
-        keys = {tuple(key) for key in seen["never"]}
-        never[name] = never[name] & keys if name in never else keys
-        possible[name] = seen["possible"]
+    rows = store.rows("SELECT * FROM coverage ORDER BY configuration")
     return [
-        {"configuration": name, "visited": possible[name] - len(keys), "possible": possible[name]}
-        for name, keys in never.items()
+        {
+            "configuration": row["configuration"],
+            "visited": row["possible"] - len(json.loads(row["never"])),
+            "possible": row["possible"],
+        }
+        for row in rows
     ]
+
+
+def _provenances(store: Store) -> list[Mapping[str, str]]:
+    """What the shards' subjects say about their code, each answer once: more than one if it was changed on the way."""
+    rows = store.rows(
+        "SELECT provenance FROM shards WHERE provenance IS NOT NULL GROUP BY provenance ORDER BY MIN(number)"
+    )
+    return [json.loads(row["provenance"]) for row in rows]
 
 
 def visited(facts: Mapping[str, Any]) -> str:
@@ -138,7 +144,7 @@ def report_lines(facts: Mapping[str, Any], root: Path) -> list[str]:
     """All of it: every finding with its case, every attempt that was lost, what is missing, the verdict."""
     lines = status_lines(facts)
     for finding in facts["findings"]:
-        lines += ["", *finding_lines(finding, root)]
+        lines += ["", *finding_lines(finding, root, facts["replay_options"])]
     if facts["attempts"]:
         lines += ["", "attempts that ended without a result of their own:"]
         lines += [
@@ -148,12 +154,15 @@ def report_lines(facts: Mapping[str, Any], root: Path) -> list[str]:
     if facts["coverage"]:
         lines += ["", "coverage:"]
         lines += [f"  {each['visited']} of {each['possible']}  {each['configuration']}" for each in facts["coverage"]]
+    if facts["provenance"]:
+        lines += ["", "subjects of:"]
+        lines += ["  " + ", ".join(f"{name} {value}" for name, value in each.items()) for each in facts["provenance"]]
     lines += ["", *verdict_lines(facts)]
     return lines
 
 
-def finding_lines(finding: Mapping[str, Any], root: Path) -> list[str]:
-    """One finding."""
+def finding_lines(finding: Mapping[str, Any], root: Path, replay_options: Sequence[str]) -> list[str]:
+    """One finding. `replay_options`: what a replay of its case has to be given."""
     rate = f", shown again {finding['shown']} of {finding['repeats']} times" if finding["repeats"] else ""
     waived = f" for {finding['issue']}" if finding["issue"] else ""
     lines = [
@@ -163,7 +172,8 @@ def finding_lines(finding: Mapping[str, Any], root: Path) -> list[str]:
     if finding["note"]:
         lines.append(f"  {finding['note']}")
     if finding["path"]:
-        lines.append(f"  reproduce: dsa-verify replay {shlex.quote(str(root / finding['path']))}")
+        command = ["dsa-verify", "replay", str(root / finding["path"]), *replay_options]
+        lines.append(f"  reproduce: {shlex.join(command)}")
     return lines
 
 
@@ -180,8 +190,9 @@ def verdict_lines(facts: Mapping[str, Any]) -> list[str]:
         for finding in facts["findings"]
         if finding["issue"] and finding["state"] == "gone"
     ]
+    waived = sum(finding["state"] == "waived" for finding in facts["findings"])
     words = {
-        STATUS_EQUAL: "no finding",
+        STATUS_EQUAL: f"no finding beyond {waived} waived" if waived else "no finding",
         STATUS_MISMATCH: "findings",
         STATUS_HARNESS: "the harness failed, or may be blind: no verdict",
         STATUS_NOTHING_VERIFIED: "nothing was verified",

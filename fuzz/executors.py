@@ -1,9 +1,9 @@
 """Executors: where shards run. Any concurrent.futures.Executor will do; two come with names.
 
 `local`: a thread for each GPU of this machine (or each core, where there is none), each of which watches one child.
-`dask://HOST:PORT`: the workers of a Dask cluster. Its nannies restart workers that die, and the scheduler gives their
-shards to others; a shard done twice writes the same files, so nothing is doubled. The workers must see the campaign's
-folder under the same path; folders on separate disks are united by `merge`.
+`dask://HOST:PORT`: the workers of a Dask cluster, each of which is to have one GPU and one thread, or no GPU. Its
+nannies restart workers that die, and the scheduler gives their shards to others. The workers must see the campaign's
+folder under the same path, and have the same dsa-verify.
 """
 
 from __future__ import annotations
@@ -15,23 +15,34 @@ import queue
 import re
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
-from dsa_verify.errors import UsageError
+from dsa_verify.errors import HarnessError, UsageError
 from dsa_verify.pinning import PINNED, VISIBLE, visible_gpus
 from fuzz.supervise import slot
 
-# How often the scheduler gives a shard whose worker died to another one.
-RETRIES: Final = 3
+CONNECT_S: Final = 30.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """`width`: shards that can run at once. `devices`: where, for people."""
+    """`width`: shards that can run at once. `devices`: where, for people. `lost`: what the executor raises where one
+    shard was lost with those who ran it, and others can go on; anything else that a shard does not raise ends a
+    campaign."""
 
     executor: Executor
     width: int
     devices: tuple[str, ...]
+    lost: tuple[type[Exception], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """What a worker of a cluster has. `gpus`: as entries of CUDA_VISIBLE_DEVICES."""
+
+    version: str
+    gpus: tuple[str, ...]
 
 
 @contextlib.contextmanager
@@ -41,7 +52,7 @@ def open_pool(reference: str, device: str, workers: int | None = None) -> Iterat
         with _local(device, workers) as pool:
             yield pool
     elif re.fullmatch(r"dask://[^/:]+:\d+", reference):
-        with _dask(reference.removeprefix("dask://"), workers) as pool:
+        with _dask(reference.removeprefix("dask://"), device, workers) as pool:
             yield pool
     else:
         raise UsageError(f"executor {reference!r} is unknown; use local, or dask://HOST:PORT of a Dask scheduler")
@@ -69,18 +80,66 @@ def _local(device: str, workers: int | None) -> Iterator[Pool]:
 
 
 @contextlib.contextmanager
-def _dask(address: str, workers: int | None) -> Iterator[Pool]:
+def _dask(address: str, device: str, workers: int | None) -> Iterator[Pool]:
     try:
-        from distributed import Client
+        from distributed import Client, KilledWorker
     except ImportError as error:
         raise UsageError(
             f"executor dask://{address}: the package distributed is missing ({error}); pip install dsa-verify[campaign]"
         ) from error
-    client: Any
-    with Client(f"tcp://{address}", set_as_default=False) as client:
+    try:
+        client: Any = Client(f"tcp://{address}", set_as_default=False, timeout=CONNECT_S)
+    except OSError as error:
+        raise UsageError(
+            f"executor dask://{address}: no scheduler answered in {CONNECT_S:g} s ({error}); start one with: dask "
+            "scheduler"
+        ) from error
+    with client:
         threads: dict[str, int] = client.nthreads()
         if not threads:
-            raise UsageError(f"executor dask://{address}: the scheduler has no worker; start one with: dask worker")
-        # Impure: a shard that runs again after a kill is run, not looked up.
-        executor = client.get_executor(pure=False, retries=RETRIES)
-        yield Pool(executor=executor, width=workers or sum(threads.values()), devices=tuple(sorted(threads)))
+            raise UsageError(
+                f"executor dask://{address}: the scheduler has no worker; start one with: dask worker {address}"
+            )
+        try:
+            found: dict[str, Worker] = client.run(look_around)
+        except Exception as error:  # of whatever kind a worker met with
+            raise HarnessError(
+                f"executor dask://{address}: its workers cannot run dsa-verify ({type(error).__name__}: {error}); "
+                "install there what is installed here"
+            ) from error
+        for name, worker in found.items():
+            check_worker(name, worker, threads.get(name, 1), device)
+        # Impure: a shard that runs again after a kill is run, not looked up. What a shard raises would not become
+        # another thing by doing it again: only those of dead workers go to others, which is the scheduler's own rule.
+        executor = client.get_executor(pure=False)
+        yield Pool(
+            executor=executor,
+            width=workers or sum(threads.values()),
+            devices=tuple(sorted(threads)),
+            lost=(KilledWorker,),
+        )
+
+
+def look_around() -> Worker:
+    """Of the process that this runs in."""
+    try:
+        found = version("dsa-verify")
+    except PackageNotFoundError:  # run from its folder
+        found = "unknown"
+    return Worker(version=found, gpus=tuple(visible_gpus()))
+
+
+def check_worker(name: str, worker: Worker, threads: int, device: str) -> None:
+    """UsageError for a worker whose shards would not be those of this process, or would share a GPU."""
+    mine = look_around().version
+    if worker.version != mine:
+        raise UsageError(f"worker {name}: has dsa-verify {worker.version}, and here is {mine}; install the same")
+    if device == "cpu":
+        return
+    if device == "cuda" and not worker.gpus:
+        raise UsageError(f"worker {name}: shows no GPU, and the campaign is for device cuda; use auto or cpu")
+    if worker.gpus and (threads, len(worker.gpus)) != (1, 1):
+        raise UsageError(
+            f"worker {name}: {threads} thread(s) for {len(worker.gpus)} GPU(s), which shards would share; start one "
+            "worker for each: CUDA_VISIBLE_DEVICES=0 dask worker --nthreads 1 HOST:PORT"
+        )

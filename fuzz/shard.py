@@ -22,27 +22,22 @@ from dsa_verify.errors import (
     STATUS_EQUAL,
     STATUS_HARNESS,
     STATUS_INTERRUPTED,
+    DeviceLost,
     DsaVerifyError,
     UsageError,
 )
+from fuzz.locks import held
+from fuzz.memory import STATUS_OUT_OF_MEMORY, lack_of_memory
 from fuzz.plan import ShardSpec
-from fuzz.shard_folder import REPEAT_FOLDER, held, read_json, write_json
+from fuzz.shard_folder import REPEAT_FOLDER, read_json, write_json
 
-# Beside those of errors.py, which say what a run means, two that say why a shard could not go on.
+# Beside those of errors.py, which say what a run means. 8 is memory.py's.
 STATUS_NO_ROOM: Final = 7
-STATUS_OUT_OF_MEMORY: Final = 8
 
 RESULT_FILE: Final = "result.json"
 SPEC_FILE: Final = "spec.json"
 LOCK_FILE: Final = "lock"
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-MEMORY_SIGNS: Final = ("OutOfMemoryError", "MemoryError", "out of memory", "can't allocate memory")
-
-
-class OutOfMemory(DsaVerifyError):
-    """Memory did not suffice: no verdict about the subject."""
-
-    status = STATUS_OUT_OF_MEMORY
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +45,7 @@ class ShardResult:
     """How a shard ended. `ended`: "complete"; "stopped" (the campaign's time was over, redone on resuming); else why
     its rounds were not all run. `executed`: rounds that were judged. `canary`: {fault, verdict, finding, why}.
     `coverage`: {configuration, visited, never, digest}. `failed`: the harness's own failure, which gives no verdict.
+    `provenance`: what the subject says about its code (subject.py).
     """
 
     number: int
@@ -62,6 +58,7 @@ class ShardResult:
     canary: Mapping[str, Any] | None = None
     coverage: Mapping[str, Any] | None = None
     failed: bool = False
+    provenance: Mapping[str, str] | None = None
 
     @property
     def final(self) -> bool:
@@ -102,16 +99,17 @@ def _status_of(work: Callable[[], None]) -> int:
     try:
         work()
         return STATUS_EQUAL
-    except DsaVerifyError as error:
-        print(f"dsa-verify: {error}", file=sys.stderr)
-        return error.status
     except Exception as error:
+        lack = None if isinstance(error, DeviceLost) else lack_of_memory(error)
+        if lack is not None:
+            print(f"dsa-verify: {type(lack).__name__}: {lack}", file=sys.stderr)
+            return STATUS_OUT_OF_MEMORY
+        if isinstance(error, DsaVerifyError):
+            print(f"dsa-verify: {error}", file=sys.stderr)
+            return error.status
         if isinstance(error, OSError) and error.errno in NO_ROOM:
             print(f"dsa-verify: {error}", file=sys.stderr)
             return STATUS_NO_ROOM
-        if isinstance(error, MemoryError) or any(sign in str(error) for sign in MEMORY_SIGNS):
-            print(f"dsa-verify: {type(error).__name__}: {error}", file=sys.stderr)
-            return STATUS_OUT_OF_MEMORY
         if "CUDA error" in str(error):
             print(f"dsa-verify: {type(error).__name__}: {error}", file=sys.stderr)
             return STATUS_DEVICE_LOST

@@ -1,7 +1,8 @@
 """Shard folder: what one shard of a campaign leaves on disk, and the only truth about it; the store is an index.
 
+    owner           held by whoever supervises the shard (locks.py)
     spec.json       what the shard is a pure function of
-    lock            held by the process that runs it, whose id it holds
+    lock            held by the process that runs it
     journal.json    the case that was launched last: there only while it runs
     progress.json   rounds done and checked, there only while an attempt runs; its age is the heartbeat
     repeat/         journal and progress of a process that repeats a case that ended another
@@ -10,59 +11,31 @@
     findings/       one file for each finding, named for its key, so that finding it twice writes it once
     result.json     at the end
 
-Every file is written whole or not at all: a kill at any moment leaves the old one or the new one.
+Every file but the log and the locks is written whole or not at all: a kill at any moment leaves the old one or the new
+one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
-import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from dsa_verify.errors import HarnessError
+from dsa_verify.whole_files import write_whole
 
 STOP_FILE: Final = "stop"  # beside the shards: while it is there, they end
+OWNER_FILE: Final = "owner"
 JOURNAL_FILE: Final = "journal.json"
 PROGRESS_FILE: Final = "progress.json"
 REPEAT_FOLDER: Final = "repeat"
-# How sure a finding is, least first; "waived" and "gone" are said of it later (store.py).
-STATES: Final = ("found", "flaky", "confirmed", "shrunk")
-SETTLED: Final = frozenset({"flaky", "confirmed", "shrunk"})
-
-
-class FolderInUse(HarnessError):
-    """Another process writes this folder."""
-
-
-def write_whole(path: Path, text: str, *, durable: bool = True) -> None:
-    """Replace `path` by `text` at once; `durable`: it also survives the machine going down. OSError if there is no
-    room."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with fresh.open("w", encoding="utf-8") as file:
-            file.write(text)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        fresh.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            fresh.unlink()
-        raise
-    if durable:
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+# How sure a finding is, least first. What a ledger waives is "gone" from a shard that had to show it, which another one
+# may do; both are also said of findings later (store.py).
+STATES: Final = ("gone", "waived", "found", "flaky", "confirmed", "shrunk")
 
 
 def write_json(path: Path, data: Mapping[str, Any], *, durable: bool = True) -> None:
@@ -91,25 +64,19 @@ def read_progress(at: Path) -> dict[str, int]:
     return {"rounds": 0, "checked": 0, **found}
 
 
-@contextlib.contextmanager
-def held(path: Path) -> Iterator[None]:
-    """Hold the lock file `path` and write this process's id into it; FolderInUse if another process does."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise FolderInUse(f"{path.parent} is in use by process {holder(path)}; wait for it, or end it") from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
+def signs_of_life(folder: Path) -> tuple[int, ...]:
+    """What changes while a process runs in `folder`, or repeats a case for it: when its files were written, whatever
+    the clock that says so."""
+    return tuple(
+        _written_ns(at / name) for at in (folder, folder / REPEAT_FOLDER) for name in (JOURNAL_FILE, PROGRESS_FILE)
+    )
 
 
-def holder(path: Path) -> int | None:
-    """The process that last held the lock `path`."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return int(text) if text.isdigit() else None
+def _written_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def shard_folder(root: Path, number: int) -> Path:
@@ -163,7 +130,8 @@ class FindingKey:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FindingRecord:
     """One finding of one shard. `finding`: a Finding as a dictionary, but for where its case is. `shown` of `repeats`:
-    how often its case showed it again. `case`, `shrunk`: paths in the shard's folder. `note`: why it got no further."""
+    how often its case showed it again. `case`, `shrunk`: paths in the shard's folder. `note`: why it got no further.
+    `waiver`: the one that this is what came of."""
 
     key: FindingKey
     state: str
@@ -173,6 +141,13 @@ class FindingRecord:
     shown: int = 0
     repeats: int = 0
     note: str | None = None
+    waiver: str | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Whether no more can be made of it. Of one that is confirmed and has no note, a process was about to make
+        more when it was killed."""
+        return self.state in ("flaky", "shrunk") or (self.state == "confirmed" and self.note is not None)
 
     def write(self, folder: Path) -> None:
         write_json(folder / "findings" / f"{self.key.name}.json", dataclasses.asdict(self))

@@ -25,17 +25,26 @@ RECHECKS_FILE: Final = "rechecks.json"  # {key of a finding: [shown, repeats] wh
 LOCK_WAIT_S: Final = 2.0
 LOCK_TRIES: Final = 5
 
+_SCHEMA_VERSION: Final = 3
+# Of a store that another version made: it is made again from the folders.
+_FORGET: Final = f"""
+DROP VIEW IF EXISTS findings;
+DROP TABLE IF EXISTS sightings;
+DROP TABLE IF EXISTS shards;
+PRAGMA user_version = {_SCHEMA_VERSION};
+"""
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS shards (
     number INTEGER PRIMARY KEY, system TEXT, configuration TEXT, ended TEXT, requested INTEGER, executed INTEGER,
-    wall_s REAL, canary_fault TEXT, canary_verdict TEXT, canary_why TEXT, coverage TEXT
+    wall_s REAL, canary_fault TEXT, canary_verdict TEXT, canary_why TEXT, provenance TEXT
 );
+CREATE TABLE IF NOT EXISTS coverage (configuration TEXT PRIMARY KEY, possible INTEGER, never TEXT);
 CREATE TABLE IF NOT EXISTS attempts (
     shard INTEGER, attempt INTEGER, ended TEXT, text TEXT, rounds_lost INTEGER, PRIMARY KEY (shard, attempt)
 );
 CREATE TABLE IF NOT EXISTS sightings (
     key TEXT, shard INTEGER, planted INTEGER, system TEXT, subject TEXT, field TEXT, diagnosis TEXT, law TEXT,
-    state TEXT, rank INTEGER, shown INTEGER, repeats INTEGER, sentence TEXT, path TEXT, note TEXT,
+    state TEXT, rank INTEGER, shown INTEGER, repeats INTEGER, sentence TEXT, path TEXT, note TEXT, waiver TEXT,
     PRIMARY KEY (key, shard)
 );
 CREATE TABLE IF NOT EXISTS waivers (key TEXT PRIMARY KEY, issue TEXT);
@@ -44,7 +53,8 @@ CREATE VIEW IF NOT EXISTS findings AS
     SELECT best.key, best.planted, best.system, best.subject, best.field, best.diagnosis, best.law,
         CASE WHEN rechecks.shown = 0 THEN 'gone' WHEN waivers.issue IS NOT NULL THEN 'waived' ELSE best.state END
             AS state,
-        waivers.issue, best.shown, best.repeats, best.sentence, best.path, best.note, best.shard, best.sightings
+        COALESCE(waivers.issue, best.waiver) AS issue, best.shown, best.repeats, best.sentence, best.path, best.note,
+        best.shard, best.sightings
     FROM (
         SELECT *, COUNT(*) OVER (PARTITION BY key) AS sightings,
             ROW_NUMBER() OVER (PARTITION BY key ORDER BY rank DESC, shard) AS place
@@ -69,6 +79,8 @@ class Store:
         self._connection = sqlite3.connect(self._path, timeout=LOCK_WAIT_S, isolation_level=None)
         self._connection.row_factory = sqlite3.Row
         self._patiently(lambda: self._connection.execute("PRAGMA journal_mode = WAL"))
+        if self.rows("PRAGMA user_version") != [{"user_version": _SCHEMA_VERSION}]:
+            self._patiently(lambda: self._connection.executescript(_FORGET))
         self._patiently(lambda: self._connection.executescript(_SCHEMA))
 
     def __enter__(self) -> Store:
@@ -83,7 +95,7 @@ class Store:
         """The same content as if every shard had been indexed when it ended."""
         numbers = shard_numbers(self.root)
         with self._writing():
-            for table in ("shards", "attempts", "sightings", "waivers", "rechecks"):
+            for table in ("shards", "coverage", "attempts", "sightings", "waivers", "rechecks"):
                 self._connection.execute(f"DELETE FROM {table}")
             for number in numbers:
                 self._index(number)
@@ -98,7 +110,10 @@ class Store:
         folder = shard_folder(self.root, number)
         for table, column in (("shards", "number"), ("attempts", "shard"), ("sightings", "shard")):
             self._connection.execute(f"DELETE FROM {table} WHERE {column} = ?", (number,))
-        self._insert("shards", _shard_row(number, folder))
+        result = ShardResult.read(folder)
+        self._insert("shards", _unfinished_row(number, folder) if result is None else _shard_row(result))
+        if result is not None and result.coverage is not None:
+            self._cover(result.configuration, result.coverage)
         for attempt in attempts_in(folder):
             row = {key: attempt[key] for key in ("attempt", "ended", "text", "rounds_lost")}
             self._insert("attempts", {"shard": number, **row})
@@ -120,8 +135,18 @@ class Store:
                 "sentence": record.finding["sentence"],
                 "path": None if path is None else str((folder / path).relative_to(self.root)),
                 "note": record.note,
+                "waiver": record.waiver,
             }
             self._insert("sightings", row)
+
+    def _cover(self, configuration: str, seen: Mapping[str, Any]) -> None:
+        """What no shard of the configuration has visited: kept as one, as a night has too many shards to ask each."""
+        never = {tuple(key) for key in seen["never"]}
+        for row in self.rows("SELECT never FROM coverage WHERE configuration = ?", configuration):
+            never &= {tuple(key) for key in json.loads(row["never"])}
+        self._connection.execute("DELETE FROM coverage WHERE configuration = ?", (configuration,))
+        row = {"configuration": configuration, "possible": seen["possible"], "never": json.dumps(sorted(never))}
+        self._insert("coverage", row)
 
     def _index_verdicts(self) -> None:
         for key, issue in (read_json(self.root / WAIVERS_FILE) or {}).items():
@@ -162,14 +187,15 @@ class Store:
         )
 
 
-def _shard_row(number: int, folder: Path) -> dict[str, Any]:
-    result = ShardResult.read(folder)
-    if result is None:
-        spec = read_json(folder / SPEC_FILE) or {"plan": {"rounds_a_shard": 0}}
-        return {"number": number, "ended": "unfinished", "requested": spec["plan"]["rounds_a_shard"], "executed": 0}
+def _unfinished_row(number: int, folder: Path) -> dict[str, Any]:
+    spec = read_json(folder / SPEC_FILE) or {"plan": {"rounds_a_shard": 0}}
+    return {"number": number, "ended": "unfinished", "requested": spec["plan"]["rounds_a_shard"], "executed": 0}
+
+
+def _shard_row(result: ShardResult) -> dict[str, Any]:
     canary = result.canary or {}
     return {
-        "number": number,
+        "number": result.number,
         "system": result.system,
         "configuration": result.configuration,
         "ended": result.ended,
@@ -179,7 +205,7 @@ def _shard_row(number: int, folder: Path) -> dict[str, Any]:
         "canary_fault": canary.get("fault"),
         "canary_verdict": canary.get("verdict"),
         "canary_why": canary.get("why"),
-        "coverage": json.dumps(result.coverage) if result.coverage else None,
+        "provenance": json.dumps(result.provenance, sort_keys=True) if result.provenance else None,
     }
 
 

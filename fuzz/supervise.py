@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -30,23 +31,25 @@ from dsa_verify.errors import (
     UsageError,
 )
 from dsa_verify.scenario import Scenario, read_case
-from fuzz.plan import ShardSpec
-from fuzz.shard import LOCK_FILE, RESULT_FILE, SPEC_FILE, STATUS_NO_ROOM, STATUS_OUT_OF_MEMORY, ShardResult
+from dsa_verify.whole_files import write_whole
+from fuzz.locks import FolderInUse, Holder, held, holder, owned, this_host
+from fuzz.memory import STATUS_OUT_OF_MEMORY
+from fuzz.plan import PLAN_FILE, Plan, ShardSpec, parse_plan
+from fuzz.shard import LOCK_FILE, RESULT_FILE, SPEC_FILE, STATUS_NO_ROOM, ShardResult
 from fuzz.shard_folder import (
     JOURNAL_FILE,
+    OWNER_FILE,
     PROGRESS_FILE,
     REPEAT_FOLDER,
     STOP_FILE,
     FindingKey,
     FindingRecord,
-    FolderInUse,
     attempts_in,
     campaign_root,
-    held,
-    holder,
+    read_json,
     read_progress,
+    signs_of_life,
     write_json,
-    write_whole,
 )
 
 LOG_FILE: Final = "log.txt"
@@ -62,6 +65,10 @@ _LOCK_WAIT_S: Final = 10.0
 
 class NoRoom(HarnessError):
     """A shard could not write: what it had written is whole, and resuming goes on from there."""
+
+
+class FolderUnseen(HarnessError):
+    """Whoever is to run a shard does not see the campaign's folder."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,16 +111,28 @@ def supervise(
 ) -> ShardResult:
     """Run `spec` in `folder` to an end, through as many processes as it takes; a shard that has a final result has it.
 
-    `timeout_s`: silence after which a process is killed. `environment`: for the processes, over this one's. UsageError
-    if the shard cannot be run as it is said; NoRoom. A failure of the harness is a result.
+    While another supervisor owns the folder, its end is waited for. `timeout_s`: silence after which a process is
+    killed. `environment`: for the processes, over this one's. UsageError if the shard cannot be run as it is said;
+    NoRoom; FolderInUse if the folder's owner is silent. A failure of the harness is a result.
     """
-    _end_leftover(folder)
-    done = ShardResult.read(folder)
-    if done is not None and done.final:
-        return done
-    _note_interrupted(folder)
-    (folder / RESULT_FILE).unlink(missing_ok=True)
     watch = _Watch(folder=folder, timeout_s=timeout_s, environment={**os.environ, **_threads(), **(environment or {})})
+    before = holder(folder / OWNER_FILE)
+    with owned(folder, patience_s=timeout_s + KILL_WAIT_S, over=watch.stopping) as ours:
+        if ours:
+            _end_leftover(folder)
+            done = ShardResult.read(folder)
+            if done is not None and done.final:
+                return done
+            _note_interrupted(folder, before)
+        if not ours or watch.stopping():
+            return _ended(spec, watch, "stopped", executed=0, write=False)
+        (folder / RESULT_FILE).unlink(missing_ok=True)
+        return _attempts(spec, watch)
+
+
+def _attempts(spec: ShardSpec, watch: _Watch) -> ShardResult:
+    """As many as it takes, up to MOST_ATTEMPTS."""
+    folder = watch.folder
     for _ in range(MOST_ATTEMPTS):
         result, spec = _attempt(spec, watch)
         if result is not None:
@@ -121,6 +140,15 @@ def supervise(
     last = attempts_in(folder)[-1]["text"]
     _write_attempt(folder, "given up", f"after {MOST_ATTEMPTS} attempts, the last of which {last}", 0, 0.0)
     return _ended(spec, watch, "given up", executed=0, failed=True)
+
+
+def give_up(folder: Path, why: str) -> None:
+    """Note that the executor lost the shard of `folder` with whoever supervised it; FolderInUse if someone still does.
+    Resuming redoes it."""
+    before = holder(folder / OWNER_FILE)
+    with held(folder / OWNER_FILE):
+        _note_interrupted(folder, before)
+        _write_attempt(folder, "given up", why, 0, 0.0)
 
 
 def _attempt(spec: ShardSpec, watch: _Watch) -> tuple[ShardResult | None, ShardSpec]:
@@ -242,10 +270,10 @@ def _note(watch: _Watch, end: _End, ended: str, text: str, executed: int = 0) ->
     _clear(watch.folder)
 
 
-def _note_interrupted(folder: Path) -> None:
-    """What an earlier supervisor, which is gone, did not come to write down."""
+def _note_interrupted(folder: Path, before: Holder | None) -> None:
+    """What the supervisor that was there `before`, and is gone, did not come to write down."""
     if (folder / PROGRESS_FILE).exists():
-        text = "the supervisor ended before the shard did; done anew"
+        text = f"its supervisor ({before or 'unknown'}) ended before the shard did; done anew"
         _write_attempt(folder, "interrupted", text, read_progress(folder)["rounds"], 0.0)
     _clear(folder)
 
@@ -294,6 +322,10 @@ class _Watch:
         self._timeout_s, self._environment = timeout_s, environment
         self._stop = campaign_root(folder) / STOP_FILE
 
+    def stopping(self) -> bool:
+        """Whether the campaign is over."""
+        return self._stop.exists()
+
     def run(self, arguments: list[str], at: Path | None = None) -> _End:
         """A fresh interpreter, not a fork: of a process that has touched a device no copy is of any use. `at`: where it
         writes its journal and progress, if not in the shard's folder."""
@@ -319,7 +351,7 @@ class _Watch:
 
     def _wait(self, process: subprocess.Popen[bytes], at: Path) -> tuple[bool, bool]:
         """Until it ends; (killed for silence, killed because the campaign is over)."""
-        sign, seen = _sign(at), time.monotonic()
+        signs, seen = signs_of_life(at), time.monotonic()
         stopping: float | None = None
         while True:
             try:
@@ -328,11 +360,11 @@ class _Watch:
             except subprocess.TimeoutExpired:
                 pass
             now = time.monotonic()
-            if _sign(at) != sign:
-                sign, seen = _sign(at), now
+            if signs_of_life(at) != signs:
+                signs, seen = signs_of_life(at), now
             elif now - seen > self._timeout_s:
                 return True, False
-            if stopping is None and self._stop.exists():
+            if stopping is None and self.stopping():
                 stopping = now
             if stopping is not None and now - stopping > STOP_GRACE_S:
                 return False, True
@@ -350,26 +382,16 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.stdin.close()
 
 
-def _sign(at: Path) -> tuple[int, ...]:
-    """What changes while a process lives: when its files were written, whatever the clock that says so."""
-    found = []
-    for name in (JOURNAL_FILE, PROGRESS_FILE):
-        try:
-            found.append((at / name).stat().st_mtime_ns)
-        except FileNotFoundError:
-            found.append(0)
-    return tuple(found)
-
-
 def _clear(at: Path) -> None:
-    """Remove what is there only while a process runs in `at`."""
+    """Remove what is there only while a process runs in `at`, and what one that was killed had half written."""
     at.mkdir(parents=True, exist_ok=True)
-    for path in (at / JOURNAL_FILE, at / PROGRESS_FILE, *(at / "cases").glob("running-*.json")):
+    half_written = (*at.glob(".*"), *at.glob("*/.*"))
+    for path in (at / JOURNAL_FILE, at / PROGRESS_FILE, *(at / "cases").glob("running-*.json"), *half_written):
         path.unlink(missing_ok=True)
 
 
 def _end_leftover(folder: Path) -> None:
-    """End the process that an earlier supervisor left at work here: two of them would write the same files."""
+    """End the process that an earlier owner left at work here: two of them would write the same files."""
     lock = folder / LOCK_FILE
     patience = time.monotonic() + _LOCK_WAIT_S
     while lock.exists():
@@ -379,18 +401,19 @@ def _end_leftover(folder: Path) -> None:
         except FolderInUse:
             if time.monotonic() > patience:
                 raise
-            pid = holder(lock)
-            if pid is not None and _is_shard(pid):
-                os.kill(pid, signal.SIGKILL)
+            left = holder(lock)
+            if left is not None and left.here and runs_in(folder, left.pid):
+                os.kill(left.pid, signal.SIGKILL)
             time.sleep(POLL_S)
 
 
-def _is_shard(pid: int) -> bool:
-    """Whether a process of this machine is a shard: with a shared folder, the holder may be on another one."""
+def runs_in(folder: Path, pid: int) -> bool:
+    """Whether the process is a shard's in `folder`: its id may be another's by now, or that of another container."""
     try:
-        return b"fuzz.shard" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
+    return b"fuzz.shard" in words and os.fsencode(folder) in words
 
 
 # One device for each thread of a local pool --------------------------------------------------------------------------
@@ -399,8 +422,20 @@ slot = threading.local()
 
 
 def supervise_in_slot(spec: ShardSpec, folder: Path, timeout_s: float = TIMEOUT_S) -> ShardResult:
-    """`supervise` on the device of this thread, if it was given one; else on what this process may use."""
+    """`supervise` on the device of this thread, if it was given one; else on what this process may use. What an
+    executor is given, so it may run on another machine; FolderUnseen if the campaign's folder is not there."""
+    root = campaign_root(folder)
+    if not _is_there(spec.plan, root):
+        raise FolderUnseen(
+            f"{root}: process {os.getpid()} of {this_host()}, which is to run shard {spec.number}, sees no "
+            f"campaign of this plan there; it must see that folder under the same path, as on one machine or over NFS"
+        )
     return supervise(spec, folder, timeout_s, getattr(slot, "environment", None))
+
+
+def _is_there(plan: Plan, root: Path) -> bool:
+    data = read_json(root / PLAN_FILE)
+    return data is not None and parse_plan(data) == parse_plan(json.loads(json.dumps(plan.to_dict())))
 
 
 def _threads() -> dict[str, str]:

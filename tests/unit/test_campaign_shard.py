@@ -13,14 +13,17 @@ import torch
 from support import DEVICE, SMALL, EagerDecode, decode_round, job_of
 
 from dsa_verify import verify as verify_module
+from dsa_verify.errors import HarnessError
 from dsa_verify.scenario import read_case
+from dsa_verify.whole_files import write_whole
 from fuzz import shard_work
 from fuzz import supervise as supervise_module
 from fuzz.campaign_report import summary
 from fuzz.journal import Journal, JournalledJob, Stopped
+from fuzz.memory import OutOfMemory, lack_of_memory
 from fuzz.plan import Plan, ShardSpec, settle_plan
-from fuzz.shard import OutOfMemory, ShardResult
-from fuzz.shard_folder import findings_in, read_progress, shard_folder, write_whole
+from fuzz.shard import ShardResult
+from fuzz.shard_folder import findings_in, read_progress, shard_folder
 from fuzz.shard_work import work_shard
 from fuzz.store import Store
 from fuzz.supervise import supervise
@@ -54,9 +57,28 @@ class WrongAtFirst(EagerDecode):
             self.out["cache_seqlens_int32"].add_(1)
 
 
-class OutOfMemoryInReplay(EagerDecode):
+class OutOfMemoryInWarmUp(EagerDecode):
     def before_replay(self) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+
+class OutOfMemoryInReplay(EagerDecode):
+    """In its own words, which come of the allocator's."""
+
+    replays = 0
+
+    def before_replay(self) -> None:
+        self.replays += 1
+        if self.replays == 4:
+            try:
+                torch.empty(1 << 60, dtype=torch.uint8)
+            except RuntimeError as error:
+                raise ValueError("no workspace") from error
+
+
+class OutOfPages(EagerDecode):
+    def before_replay(self) -> None:
+        raise RuntimeError("the page pool is out of memory pages")
 
 
 class EndsItsProcess(EagerDecode):
@@ -119,10 +141,33 @@ def test_every_planted_fault_is_reported(
 ) -> None:
     """Well within the rounds that it is given."""
     monkeypatch.setattr(shard_work, "CANARIES", (fault,))
-    monkeypatch.setattr(shard_work, "CANARY_ROUNDS", 24)
-    folder, spec = shard_folder(tmp_path, 0), spec_of()
+    monkeypatch.setattr(shard_work, "CANARY_ROUNDS", 16)
+    monkeypatch.setattr(shard_work, "REPEATS", 1)
+    folder, spec = shard_folder(tmp_path, 0), spec_of(batches=(2,))
     job = JournalledJob.of(shard_work._job(spec, job_of().backend), Journal(folder))
     assert shard_work._canary(spec, job, folder)["verdict"] == "reported"
+
+
+def test_a_planted_fault_over_which_the_process_was_killed_is_reported_after_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unshrunk: None
+) -> None:
+    """It was confirmed and about to be shrunk: the shard, done anew, must not leave it at that."""
+    monkeypatch.setattr(shard_work, "CANARIES", ("past_the_end",))
+    monkeypatch.setattr(shard_work, "CANARY_ROUNDS", 16)
+    monkeypatch.setattr(shard_work, "REPEATS", 1)
+    folder, spec = shard_folder(tmp_path, 0), spec_of(batches=(2,))
+    job = JournalledJob.of(shard_work._job(spec, job_of().backend), Journal(folder))
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_work, "_shrink", killed)
+        with pytest.raises(KeyboardInterrupt):
+            shard_work._canary(spec, job, folder)
+    assert [record.state for record in findings_in(folder)] == ["confirmed"]
+    assert shard_work._canary(spec, job, folder)["verdict"] == "reported"
+    assert [record.state for record in findings_in(folder)] == ["shrunk"]
+
+
+def killed(*arguments: object) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.slow
@@ -180,18 +225,51 @@ def test_what_does_not_show_again_is_flaky_with_its_rate(
 
 def test_a_blind_judge_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_module, "first_wrong_round", lambda *arguments: None)
+    monkeypatch.setattr(shard_work, "CANARY_ROUNDS", 48)
     result = work(tmp_path)
     assert result.canary is not None
-    assert (result.canary["verdict"], result.canary["why"]) == ("missing", "192 rounds showed nothing")
+    assert (result.canary["verdict"], result.canary["why"]) == ("missing", "48 rounds showed nothing")
     facts = facts_of(tmp_path)
     assert facts["status"] == 3
     assert [canary["number"] for canary in facts["canaries_missing"]] == [0]
 
 
-def test_out_of_memory_is_not_the_subjects_failure(tmp_path: Path) -> None:
-    with pytest.raises(OutOfMemory, match="Tried to allocate 20 GiB"):
-        work(tmp_path, "test_campaign_shard:OutOfMemoryInReplay")
+@pytest.mark.parametrize(
+    "subject, words",
+    [("OutOfMemoryInWarmUp", "Tried to allocate 20 GiB"), ("OutOfMemoryInReplay", "ValueError: no workspace")],
+)
+def test_out_of_memory_is_not_the_subjects_failure(
+    tmp_path: Path, without_canary: None, subject: str, words: str
+) -> None:
+    with pytest.raises(OutOfMemory, match=words):
+        work(tmp_path, f"test_campaign_shard:{subject}")
     assert findings_in(shard_folder(tmp_path, 0)) == []
+
+
+def test_a_failure_that_only_reads_like_it_is_the_subjects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_canary: None, unshrunk: None
+) -> None:
+    monkeypatch.setattr(shard_work, "MOST_FINDINGS", 1)
+    work(tmp_path, "test_campaign_shard:OutOfPages")
+    (finding,) = facts_of(tmp_path)["findings"]
+    assert finding["diagnosis"] == "raises"
+
+
+@pytest.mark.parametrize(
+    "error, lacks",
+    [
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("CUDA error: out of memory"), False),
+    ],
+)
+def test_what_lacks_memory(error: Exception, lacks: bool) -> None:
+    outer = HarnessError("the oracle cannot be captured")
+    outer.__cause__ = error
+    assert lack_of_memory(outer) is (error if lacks else None)
 
 
 # The journal ---------------------------------------------------------------------------------------------------------

@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 CHUNK, CHUNKS = 8, 6
+HELD_AT = 16
 FATAL_ROUND = 19
 
 
 def work_shard(spec: Any, folder: Path, device: str) -> None:
-    from fuzz.shard import OutOfMemory, ShardResult
-    from fuzz.shard_folder import STOP_FILE, FindingKey, FindingRecord, campaign_root, write_json, write_whole
+    from dsa_verify.whole_files import write_whole
+    from fuzz.memory import OutOfMemory
+    from fuzz.shard import ShardResult
+    from fuzz.shard_folder import STOP_FILE, FindingKey, FindingRecord, campaign_root, write_json
 
     behaviour = spec.plan.subject
     ended = "complete"
@@ -39,6 +42,8 @@ def work_shard(spec: Any, folder: Path, device: str) -> None:
         write_whole(folder / "journal.json", case(start, CHUNK).to_json())
         write_json(folder / "progress.json", {"rounds": start, "checked": start}, durable=False)
         time.sleep(0.01)
+        if start == HELD_AT:
+            wait_while_held(campaign_root(folder) / "hold", folder / "progress.json")
         if start <= FATAL_ROUND < start + CHUNK:
             misbehave(behaviour)
             if (behaviour == "hungry" and spec.batch_divisor == 1) or behaviour == "insatiable":
@@ -64,6 +69,15 @@ def work_shard(spec: Any, folder: Path, device: str) -> None:
         canary={"fault": "skip_refresh", "verdict": "reported", "finding": "canary", "why": None},
         coverage={"possible": 10, "never": [["a", str(spec.number)], ["b", "always"]], "digest": ""},
     ).write(folder)
+
+
+def wait_while_held(held: Path, sign_of_life: Path) -> None:
+    """So that a test can do something while work is in flight, however long that takes it."""
+    end = time.monotonic() + 120
+    while held.exists() and not held.with_name("stop").exists():
+        assert time.monotonic() < end, "held for two minutes"
+        os.utime(sign_of_life)
+        time.sleep(0.05)
 
 
 def misbehave(behaviour: str) -> None:
