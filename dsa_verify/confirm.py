@@ -11,7 +11,8 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from dsa_verify.diagnose import Evidence, Moment, broken_laws, diagnose_field, explain_guard
+from dsa_verify import diagnose_dcp
+from dsa_verify.diagnose import Evidence, Moment, broken_law, diagnose_field, explain_guard
 from dsa_verify.errors import HarnessError
 from dsa_verify.findings import Diagnosis, Finding
 from dsa_verify.glue_routing import Route
@@ -22,8 +23,11 @@ from dsa_verify.regions import Kind, Region
 from dsa_verify.replayer import Lane, Replayer, SubjectFault, host_copy
 from dsa_verify.rounds import RoundTable
 from dsa_verify.scenario import POISONS, Round
+from dsa_verify.waived_words import WaivedWords
+from dsa_verify.waivers import Waiver
 
 HISTORY_ROUNDS: Final = 32
+Covered = tuple[int, str]  # a bucket, and the key of a waiver that covered words of it
 _ROUTES: Final = {Route.GLUE: "the captured graph", Route.EAGER: "eager work"}
 _FAULT_DIAGNOSES: Final = {
     "wrong outputs": Diagnosis.WRONG_OUTPUTS,
@@ -32,8 +36,12 @@ _FAULT_DIAGNOSES: Final = {
 }
 
 
-def confirm(job: Job, rounds: Sequence[Round]) -> list[Finding]:
-    """The findings of the first wrong round of `rounds`, without their cases; empty if all are right."""
+def confirm(job: Job, rounds: Sequence[Round], *, waived: set[Covered] | None = None) -> list[Finding]:
+    """The findings of the first wrong round of `rounds`, without their cases; empty if all are right.
+
+    A word that a waiver covers is right only if it is called what the waiver is for. `waived` is given what was so.
+    """
+    waived = set() if waived is None else waived
     slots = remap_slots_of(rounds)
     table = job.table(rounds, slots)
     history: deque[Moment] = deque(maxlen=HISTORY_ROUNDS)
@@ -44,7 +52,9 @@ def confirm(job: Job, rounds: Sequence[Round]) -> list[Finding]:
 
         def look(lane: Lane, row: int) -> bool:
             moment = _moment(lane, table, row)
-            found.extend(_findings(job, replayer, lane, moment, list(history), capture[lane.bucket]))
+            evidence = Evidence(layout=lane.layout, now=moment, earlier=list(history), capture=capture[lane.bucket])
+            found.extend(_findings(job, replayer, lane, evidence))
+            found.extend(_beyond_waivers(job, lane, evidence, {finding.field for finding in found}, waived))
             history.append(moment)
             return bool(found)
 
@@ -53,7 +63,9 @@ def confirm(job: Job, rounds: Sequence[Round]) -> list[Finding]:
             replayer.finish()
             last = replayer.lanes[rounds[-1].bucket] if rounds else None
             if last is not None:
-                found.extend(_findings(job, replayer, last, history[-1], list(history)[:-1], capture[last.bucket]))
+                *earlier, now = history
+                evidence = Evidence(layout=last.layout, now=now, earlier=earlier, capture=capture[last.bucket])
+                found.extend(_findings(job, replayer, last, evidence))
     except SubjectFault as fault:
         return [fault_finding(job, fault)]
     return found
@@ -92,9 +104,17 @@ def flaky_finding(job: Job, tallies: Mapping[int, Tally], attempts: int) -> Find
     )
 
 
-def _findings(
-    job: Job, replayer: Replayer, lane: Lane, moment: Moment, history: Sequence[Moment], capture: Moment
-) -> list[Finding]:
+def flaky_waived(job: Job, waiver: Waiver, round_: int, bucket: int, attempts: int) -> Finding:
+    """Likewise, where a waiver covers it."""
+    base = _base(job, bucket, round_)
+    sentence = (
+        f"flaky: field {waiver.field} differed in round {round_} and was right in {attempts} repeats of the same "
+        f"rounds, so it is not what waiver {waiver.id} is for; suspect a race or a read of memory that nothing wrote"
+    )
+    return dataclasses.replace(base, diagnosis=Diagnosis.FLAKY, sentence=sentence, field=waiver.field)
+
+
+def _findings(job: Job, replayer: Replayer, lane: Lane, evidence: Evidence) -> list[Finding]:
     """What is wrong after this round, in reporting order."""
     tallies = replayer.poll()
     by_region: dict[tuple[Phase, int], list[tuple[int, Difference]]] = defaultdict(list)
@@ -104,7 +124,6 @@ def _findings(
             counts[id(region)] = count
         for difference in tally.first:
             by_region[(difference.phase, id(difference.region))].append((bucket, difference))
-    evidence = Evidence(layout=lane.layout, now=moment, earlier=history, capture=capture)
     replaced = {change.field for change in replayer.address_changes}
     findings = [
         dataclasses.replace(
@@ -159,10 +178,13 @@ def first_differences(seen: Difference) -> list[Difference]:
     """
     region = seen.region
     want, checked = expected_words(region, live_words(region))
-    places = ((region.got != want) & checked).nonzero()[:RING_ENTRIES]
+    wrong = (region.got != want) & checked
+    # Rows first: a whole table may have more elements than `nonzero` takes.
+    rows = wrong.any(1).nonzero().flatten()[:RING_ENTRIES]
+    places = wrong[rows].nonzero()[:RING_ENTRIES]
     found = [
         dataclasses.replace(seen, row=row, word=word, got=int(region.got[row, word]), want=int(want[row, word]))
-        for row, word in places.tolist()
+        for row, word in zip(rows[places[:, 0]].tolist(), places[:, 1].tolist(), strict=True)
     ]
     return found or [seen]
 
@@ -170,7 +192,7 @@ def first_differences(seen: Difference) -> list[Difference]:
 def _judged(base: Finding, evidence: Evidence, differences: Sequence[Difference], lane: Lane) -> Finding:
     first = differences[0]
     region: Region = first.region
-    place = None
+    place, law = None, None
     if region.kind is Kind.ORACLE_GUARD:
         raise HarnessError(f"the oracle wrote beyond its buffer {region.name}; no verdict can be drawn")
     if region.kind is Kind.GUARD:
@@ -185,8 +207,9 @@ def _judged(base: Finding, evidence: Evidence, differences: Sequence[Difference]
         )
     elif region.kind is Kind.LAW:
         diagnosis = Diagnosis.LAW_BROKEN
-        sentences = "; ".join(broken.sentence for broken in lane.laws.broken(region.name)[:1])
-        sentence = f"{diagnosis.value}: {region.name} is what the oracle has, and yet {sentences} (contract 3.5)"
+        broken = lane.laws.broken(region.name)[0]
+        law = broken.law.value
+        sentence = f"{diagnosis.value}: {region.name} is what the oracle has, and yet {broken.sentence} (contract 3.5)"
     elif first.phase is Phase.FILLED:
         diagnosis = Diagnosis.TAIL_NOT_RESET
         sentence = f"{diagnosis.value}: {_tail(evidence, first)}"
@@ -206,17 +229,74 @@ def _judged(base: Finding, evidence: Evidence, differences: Sequence[Difference]
         diagnosis, sentence, place = diagnose_field(evidence, differences)
         if first.phase is Phase.BEFORE_GRAPH:
             sentence = f"before the graph replays: {sentence}"
-        if scheduled_lengths(region.name) is not None:
-            sentence += broken_laws(evidence, region)
+        if said := _own_words(lane, first):
+            sentence = f"{sentence}; {said}"
+        breaks = broken_law(evidence, region) if scheduled_lengths(region.name) is not None else None
+        if breaks is not None:
+            law, sentence = breaks.law.value, f"{sentence}; {breaks.sentence}"
     return dataclasses.replace(
         base,
         diagnosis=diagnosis,
         sentence=sentence,
         field=region.name,
         place=place,
+        law=law,
         got=first.got,
         want=first.want,
     )
+
+
+def _beyond_waivers(
+    job: Job, lane: Lane, evidence: Evidence, known: set[str | None], waived: set[Covered]
+) -> list[Finding]:
+    """A finding for each field, but those `known`, of which a waiver covers words that are not what it is for."""
+    findings = []
+    for words in lane.waived:
+        waiver = words.waiver
+        if not waiver.sampled or waiver.field in known:
+            continue
+        differences = words.differences(evidence.now.round)
+        if not differences:
+            continue
+        waived.add((lane.bucket, waiver.key))
+        law = broken_law(evidence, words.region) if waiver.law is not None else None
+        others = differences
+        if waiver.law is None or (law is not None and law.law.value == waiver.law):
+            others = _other_differences(words, evidence, differences, lane)
+        if not others:
+            continue
+        base = dataclasses.replace(_base(job, lane.bucket, evidence.now.round), differing=len(others))
+        finding = _judged(base, evidence, others, lane)
+        sentence = f"{finding.sentence}; waiver {waiver.id} covers only what is {waiver.covered}"
+        findings.append(dataclasses.replace(finding, sentence=sentence))
+    return findings
+
+
+def _other_differences(
+    words: WaivedWords, evidence: Evidence, differences: Sequence[Difference], lane: Lane
+) -> list[Difference]:
+    """Those of `differences` that are not what the waiver of `words` is for, each explained by itself."""
+    waiver = words.waiver
+    by_device = waiver.says is None and Diagnosis.NEVER_WRITTEN in waiver.diagnoses
+    unwritten = words.unwritten() if by_device else None
+
+    def is_waived(difference: Difference) -> bool:
+        if unwritten is not None and unwritten[difference.row, difference.word]:
+            return True
+        diagnosis, sentence, _ = diagnose_field(evidence, [difference])
+        if diagnosis not in waiver.diagnoses:
+            return False
+        return waiver.says is None or waiver.says in f"{sentence}; {_own_words(lane, difference)}"
+
+    return [difference for difference in differences if not is_waived(difference)]
+
+
+def _own_words(lane: Lane, difference: Difference) -> str:
+    """What the subject itself has to say of a wrong element; empty for most."""
+    own = getattr(lane.subject, "explain", None)
+    name, column = difference.region.name, difference.column
+    said = own(name, difference.row, column, difference.got, difference.want) if own is not None else None
+    return said or ""
 
 
 def _tail(evidence: Evidence, first: Difference) -> str:
@@ -242,7 +322,7 @@ def _base(job: Job, bucket: int, round_: int) -> Finding:
 
 
 def _moment(lane: Lane, table: RoundTable, row: int) -> Moment:
-    bucket = lane.bucket
+    bucket, given = lane.bucket, lane.inputs.tensors() if lane.layout.system == "dcp" else {}
     return Moment(
         round=row,
         bucket=bucket,
@@ -255,6 +335,7 @@ def _moment(lane: Lane, table: RoundTable, row: int) -> Moment:
         token_rows=int(table.token_rows[row]),
         poison=POISONS[int(table.poison[row])],
         want=host_copy(lane.oracle_buffers),
+        inputs={name: given[name].cpu().clone() for name in diagnose_dcp.INPUTS if name in given},
     )
 
 

@@ -17,6 +17,7 @@ class Diagnosis(Enum):
     DRAFT_OFFSET = "draft offset"
     BOUNDARY = "boundary"
     OUT_OF_RANGE = "out of range"
+    WRONG_OWNER = "wrong owner"
     WRONG_VALUE = "wrong value"
     PAST_THE_END = "past the end"
     BEFORE_THE_START = "before the start"
@@ -38,8 +39,9 @@ class Diagnosis(Enum):
 class Finding:
     """One thing wrong with a subject.
 
-    `place` names the element: field, request, draft position, page. `case` is the path of the case file that shows
-    the finding and `reproduce` the command that replays it; both are None until it was written.
+    `place` names the element: field, request, draft position, page. `law`: the law of contract 3.5 that a schedule
+    breaks first. `case` is the path of the case file that shows the finding and `reproduce` the command that replays
+    it; both are None until it was written.
     """
 
     system: str
@@ -54,6 +56,7 @@ class Finding:
     want: int | None = None
     differing: int = 0
     draft_tokens: int = 1
+    law: str | None = None
     case: str | None = None
     reproduce: str | None = None
 

@@ -12,12 +12,13 @@ import dataclasses
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
+from dsa_verify import pytest_cases
 from dsa_verify.pinning import pin_gpu
 
 if TYPE_CHECKING:
@@ -35,12 +36,19 @@ GPU_MARKER: Final = "gpu: needs a CUDA GPU; skipped by name elsewhere"
 
 @dataclasses.dataclass(slots=True)
 class Seen:
-    """`tests`: collected ones that use `dsa`. `findings`: (sentence, command that shows it). In an xdist controller
-    these are the sums over its workers, which all collect the same tests."""
+    """`tests`: collected ones that use `dsa`, `cases` of them case files. `findings`: (sentence, command that shows
+    it). `waived`: rounds, by waiver. In an xdist controller these are the sums over its workers, which all collect the
+    same tests."""
 
     tests: int = 0
+    cases: int = 0
     rounds: int = 0
     findings: list[list[str]] = dataclasses.field(default_factory=list)
+    waived: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def add_waived(self, rounds: Mapping[str, int]) -> None:
+        for name, count in rounds.items():
+            self.waived[name] = self.waived.get(name, 0) + count
 
     @property
     def nothing_checked(self) -> bool:
@@ -48,6 +56,7 @@ class Seen:
 
 
 SEEN: Final = pytest.StashKey[Seen]()
+VERIFICATION: Final = pytest.StashKey["Verification"]()
 NAMED_SKIP: Final = pytest.StashKey[bool]()
 
 
@@ -75,6 +84,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--dsa-findings", default="dsa-findings", metavar="DIR", help="where cases go; default: dsa-findings"
     )
+    group.addoption(
+        pytest_cases.OPTION,
+        type=pytest_cases.parse_folder,
+        metavar="DIR",
+        help="each *.json in DIR is a test: the case is replayed with the subject that it names",
+    )
+    group.addoption(
+        "--dsa-waivers", type=Path, metavar="FILE", help="ledger of known differences, instead of the shipped one"
+    )
+    group.addoption("--dsa-no-waivers", action="store_true", help="judge known differences, too")
 
 
 def _device(text: str) -> str:
@@ -118,23 +137,43 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def dsa(request: pytest.FixtureRequest) -> Verification:
     """Verifies a metadata pipeline beside an eager oracle: dsa.verify("target_verify", MySubject)."""
+    return verification(request.session)
+
+
+def verification(session: pytest.Session) -> Verification:
+    """The one of this process: the first test that needs it settles the device."""
+    stash = session.config.stash
+    if VERIFICATION not in stash:
+        stash[VERIFICATION] = _open_verification(session)
+    return stash[VERIFICATION]
+
+
+def _open_verification(session: pytest.Session) -> Verification:
     from dsa_verify.device import settle_device
     from dsa_verify.errors import UsageError
 
-    config, option = request.config, request.config.option
+    config, option = session.config, session.config.option
     try:
         device = settle_device(option.dsa_device)
     except UsageError as error:
         raise pytest.fail.Exception(f"--dsa-device: {error}", pytrace=False) from None
     from dsa_verify.verification import Session, Verification
+    from dsa_verify.waivers import choose_ledger, rounds_by_waiver
+
+    try:
+        ledger = choose_ledger(option.dsa_waivers, option.dsa_no_waivers, prefix="dsa-")
+    except UsageError as error:
+        raise pytest.fail.Exception(str(error), pytrace=False) from None
 
     def on_run(run: Run) -> None:
         seen = config.stash[SEEN]
         seen.rounds += run.counts.rounds_checked
         seen.findings += [[finding.sentence, finding.reproduce or ""] for finding in run.findings]
+        seen.findings += [[use.sentence, _rerun(config)] for use in run.gone]
+        seen.add_waived(rounds_by_waiver(run.counts.waivers.values()))
 
     def stop(reason: str) -> None:
-        request.session.shouldfail = reason
+        session.shouldfail = reason
 
     return Verification(
         device=device,
@@ -143,6 +182,7 @@ def dsa(request: pytest.FixtureRequest) -> Verification:
         seed=option.dsa_seed,
         folder=Path(option.dsa_findings),
         session=Session(directory=config.invocation_params.dir, on_run=on_run, rerun=lambda: _rerun(config), stop=stop),
+        ledger=ledger,
     )
 
 
@@ -155,8 +195,11 @@ def _rerun(config: pytest.Config) -> str:
         "preset": config.option.dsa_preset,
         "rounds": config.option.dsa_rounds,
         "seed": config.option.dsa_seed or None,
+        "waivers": config.option.dsa_waivers,
+        "cases": config.option.dsa_cases if file.endswith(pytest_cases.SUFFIX) else None,
     }
     given = [f"--dsa-{name}={value}" for name, value in options.items() if value is not None]
+    given += ["--dsa-no-waivers"] if config.option.dsa_no_waivers else []
     return shlex.join(["pytest", file + colons + test, *given])
 
 
@@ -166,6 +209,8 @@ def _rerun(config: pytest.Config) -> str:
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[SEEN] = Seen()
     config.addinivalue_line("markers", GPU_MARKER)
+    if config.option.dsa_cases is not None:
+        pytest_cases.collect_folder(config, verification)
 
 
 @pytest.hookimpl(trylast=True)  # after deselection, so that `-m "not gpu"` costs no import of torch
@@ -190,11 +235,14 @@ def _missing(config: pytest.Config) -> str | None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     tests = [item for item in session.items if _uses_dsa(item) and not item.stash.get(NAMED_SKIP, False)]
-    session.config.stash[SEEN].tests = len(tests)
+    seen = session.config.stash[SEEN]
+    seen.tests, seen.cases = len(tests), sum(isinstance(item, pytest_cases.CaseItem) for item in tests)
 
 
 def _uses_dsa(item: pytest.Item) -> bool:
-    """Whether the `dsa` of this item is the one above, directly or below an override, and not a stranger's."""
+    """Whether this item is a case, or its `dsa` the one above, directly or below an override, and not a stranger's."""
+    if isinstance(item, pytest_cases.CaseItem):
+        return True
     definitions = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {}).get("dsa", ())
     for definition in reversed(definitions):
         if definition.func.__module__ == __name__:
@@ -213,9 +261,10 @@ def pytest_testnodedown(node: Any, error: object) -> None:
     output = getattr(node, "workeroutput", {}).get(OUTPUT_KEY)
     if output is not None:
         seen = node.config.stash[SEEN]
-        seen.tests = max(seen.tests, output["tests"])
+        seen.tests, seen.cases = (max(getattr(seen, name), output[name]) for name in ("tests", "cases"))
         seen.rounds += output["rounds"]
         seen.findings += output["findings"]
+        seen.add_waived(output["waived"])
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
@@ -239,9 +288,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.write_line(last, bold=True)
 
 
+def _beyond(seen: Seen) -> str:
+    if not seen.waived:
+        return ""
+    from dsa_verify.waivers import beyond
+
+    return beyond(seen.waived)
+
+
 def _summary(seen: Seen) -> Iterator[str]:
     """The lines of the section; the last one says what to type next."""
-    yield f"{seen.rounds} round(s) checked, {len(seen.findings)} finding(s)"
+    yield f"{seen.rounds} round(s) checked, {len(seen.findings)} finding(s){_beyond(seen)}"
     for sentence, reproduce in seen.findings[:MAX_LISTED_FINDINGS]:
         yield sentence
         yield f"  reproduce: {reproduce}"
@@ -250,7 +307,10 @@ def _summary(seen: Seen) -> Iterator[str]:
     if seen.findings:
         yield f"next: {seen.findings[0][1]}"
     elif seen.nothing_checked:
-        yield f"FAILED: {seen.tests} test(s) use the dsa fixture, but no round was checked: nothing is verified"
+        replay = " or replay a case" if seen.cases else ""
+        yield f"FAILED: {seen.tests} test(s) use the dsa fixture{replay}, but no round was checked: nothing is verified"
         yield "next: pytest -ra  (why they were skipped or failed), or call dsa.verify(...) in them"
+    elif seen.cases and seen.cases == seen.tests:
+        yield "next: dsa-verify fuzz --help  (finds what no case holds yet)"
     else:
         yield f"next: pytest --dsa-rounds={LONGER_ROUNDS}  (the same configurations for longer)"

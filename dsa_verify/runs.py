@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dsa_verify.device import environment
+from dsa_verify.engines import check_device
 from dsa_verify.errors import STATUS_EQUAL, STATUS_FLAKY, STATUS_MISMATCH, STATUS_NOTHING_VERIFIED
 from dsa_verify.findings import Diagnosis, Finding
 from dsa_verify.graphs import Backend
@@ -16,9 +17,10 @@ from dsa_verify.job import Job, remap_slots_of
 from dsa_verify.matrix import Config
 from dsa_verify.rounds import RoundTable
 from dsa_verify.scenario import Scenario
-from dsa_verify.subject import SubjectFactory
+from dsa_verify.subject import SubjectFactory, provenance
 from dsa_verify.systems import get_system
 from dsa_verify.verify import FINDINGS_FOLDER, Counts, verify_rounds
+from dsa_verify.waivers import NO_WAIVERS, Ledger, WaiverUse
 
 RESULT_SCHEMA: Final = 1
 Subject = str | SubjectFactory | None
@@ -35,7 +37,12 @@ class Outcome:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Run:
-    """The result of one subject in one system; filled while it runs, so an interrupt leaves what was done."""
+    """The result of one subject in one system; filled while it runs, so an interrupt leaves what was done.
+
+    `provenance`: which code the subject is of, where that is not the project's own or the user's. `not_covered`: by
+    field that the subject does not give, why. `not_run`: the edges that this machine cannot run. `other_versions`: of
+    each waiver of this subject that is for other versions of it, why it does not apply.
+    """
 
     system: str
     subject: str
@@ -48,6 +55,17 @@ class Run:
     outcomes: list[Outcome] = dataclasses.field(default_factory=list)
     interrupted: bool = False
     stopped_early: bool = False
+    provenance: dict[str, str] = dataclasses.field(default_factory=dict)
+    not_covered: dict[str, str] = dataclasses.field(default_factory=dict)
+    not_run: list[str] = dataclasses.field(default_factory=list)
+    other_versions: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def gone(self) -> list[WaiverUse]:
+        """The waivers whose difference is gone, once all that was asked for has run."""
+        if self.interrupted or self.stopped_early:
+            return []
+        return [use for use in self.counts.waivers.values() if use.gone]
 
     @property
     def flaky(self) -> bool:
@@ -63,12 +81,16 @@ class Run:
             "subject": self.subject,
             "device": self.device,
             "graph": self.graph,
-            **dataclasses.asdict(self.counts),
+            **self.counts.to_dict(),
             "findings": [finding.to_dict() for finding in self.findings],
             "wall_s": round(self.wall_s, 3),
             "rounds_per_s": round(rate, 1),
             "interrupted": self.interrupted,
             "environment": self.environment,
+            "provenance": self.provenance,
+            "not_covered": self.not_covered,
+            "not_run": self.not_run,
+            "waivers_of_other_versions": self.other_versions,
         }
 
 
@@ -77,7 +99,8 @@ class Runner:
     """Runs configurations or cases on `backend`.
 
     `folder`: where cases of findings go (None: nowhere). `keep_going`: go on to the next configuration after a
-    finding. `on_rounds(n)`: called after n more rounds; `on_finding(finding)`: as soon as one is known.
+    finding. `on_rounds(n)`: called after n more rounds; `on_finding(finding)`: as soon as one is known. `ledger`: the
+    differences that are known. A case need not show them: it is what was left of many rounds.
     """
 
     backend: Backend
@@ -85,12 +108,22 @@ class Runner:
     keep_going: bool = False
     on_rounds: Callable[[int], None] = lambda count: None
     on_finding: Callable[[Finding], None] = lambda finding: None
+    ledger: Ledger = NO_WAIVERS
 
     def matrix(self, configs: Sequence[Config], subject: Subject, run: Run, *, fault: str | None = None) -> None:
         """Run `configs` of one system, adding to `run`."""
         for i, config in enumerate(configs):
-            job = Job.make(config.system, config.geometry, config.buckets, config.seed, subject, fault, self.backend)
-            self._run(job, config.chunks(), config.name, run)
+            job = Job.make(
+                config.system,
+                config.geometry,
+                config.buckets,
+                config.seed,
+                subject,
+                fault,
+                self.backend,
+                self.ledger,
+            )
+            self._run(job, config.chunks(), config.name, run, waivers_due=True)
             if run.findings and not self.keep_going:
                 run.stopped_early = i + 1 < len(configs)
                 return
@@ -105,15 +138,24 @@ class Runner:
             subject if subject is not None else scenario.subject,
             fault if fault is not None else scenario.fault,
             self.backend,
+            self.ledger,
         )
         table = job.table(scenario.rounds, remap_slots_of(scenario.rounds))
-        self._run(job, [table] if len(table) else [], scenario.name or "case", run)
+        self._run(job, [table] if len(table) else [], scenario.name or "case", run, waivers_due=False)
 
-    def _run(self, job: Job, chunks: Iterable[RoundTable], name: str, run: Run) -> None:
+    def _run(self, job: Job, chunks: Iterable[RoundTable], name: str, run: Run, *, waivers_due: bool) -> None:
         start = time.perf_counter()
         found: list[Finding] = []
+        run.not_covered.update(job.not_covered)
         try:
-            found = verify_rounds(job, chunks, run.counts, folder=self.folder, on_rounds=self.on_rounds)
+            found = verify_rounds(
+                job,
+                chunks,
+                run.counts,
+                folder=self.folder,
+                on_rounds=self.on_rounds,
+                waivers_due=waivers_due,
+            )
         except KeyboardInterrupt:
             run.interrupted = True
             raise
@@ -126,15 +168,19 @@ class Runner:
             self.on_finding(finding)
 
 
-def open_run(system: str, subject: Subject, backend: Backend) -> Run:
-    """An empty result; UsageError if the subject cannot be found."""
-    label = Job.label_of(get_system(system), subject)
+def open_run(system: str, subject: Subject, backend: Backend, ledger: Ledger = NO_WAIVERS) -> Run:
+    """An empty result; UsageError if the subject, or the code that it is of, cannot be found, NothingVerified if it
+    needs another device."""
+    label, factory = Job.factory_of(get_system(system), subject)
+    check_device(label, backend.device)
     return Run(
         system=system,
         subject=label,
         device=str(backend.device),
         graph=backend.name,
         environment=environment(backend.device),
+        provenance=provenance(factory),
+        other_versions=ledger.outside(system, label, factory),
     )
 
 
@@ -149,7 +195,7 @@ def total(runs: Sequence[Run]) -> Counts:
 def status_of(runs: Sequence[Run]) -> int:
     """The exit status that the results of `runs` have earned."""
     findings = [finding for result in runs for finding in result.findings]
-    if any(finding.diagnosis is not Diagnosis.FLAKY for finding in findings):
+    if any(finding.diagnosis is not Diagnosis.FLAKY for finding in findings) or any(run.gone for run in runs):
         return STATUS_MISMATCH
     if findings:
         return STATUS_FLAKY

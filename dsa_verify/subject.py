@@ -29,9 +29,9 @@ class Inputs:
 
     `verify_lens`: int32 [bucket], tokens to verify, ragged_verify only (contract 9). `out_cache_loc`: int64 [token
     rows], the slot each token is written to, padded and dcp only. `full_to_swa`: int32 [slots + 1], constant, padded
-    only (contract 7.1). dcp only (contract 8): `kv_rows` int32 [bucket, 4], what is written there; `selection` int32
-    [bucket, topk], slots or -1; `partial_out` float32 [D, bucket, heads, head_dim], `partial_lse` float32 [D, bucket,
-    heads].
+    only (contract 7.1). dcp only (contract 8): `kv_rows` int32 [bucket, 4], what is written there;
+    `selected_positions` int32 [bucket, topk], positions or -1, and `selection` int32 [bucket, topk], their slots or -1;
+    `partial_out` float32 [D, bucket, heads, head_dim], `partial_lse` float32 [D, bucket, heads].
     """
 
     seq_lens: torch.Tensor
@@ -43,6 +43,7 @@ class Inputs:
     out_cache_loc: torch.Tensor | None = None
     full_to_swa: torch.Tensor | None = None
     kv_rows: torch.Tensor | None = None
+    selected_positions: torch.Tensor | None = None
     selection: torch.Tensor | None = None
     partial_out: torch.Tensor | None = None
     partial_lse: torch.Tensor | None = None
@@ -85,7 +86,9 @@ class Subject(Protocol):
 
     `allocate` may keep the tensors of `buffers` as its outputs (they are guarded), or fix buffers of its own and
     return them from an optional method `outputs() -> Mapping[str, Tensor]`; it also writes the fields that are only
-    written at capture. `before_replay` is the eager work before each replay; `in_graph` is what is recorded.
+    written at capture. `before_replay` is the eager work before each replay; `in_graph` is what is recorded. What a
+    subject itself can say of a wrong element it returns from an optional method `explain(field, row, column, got, want)
+    -> str | None`: it ends the sentence of the finding.
     """
 
     name: str
@@ -110,6 +113,30 @@ class Routed(Subject, Protocol):
 
 
 SubjectFactory = Callable[[], Subject]
+
+
+def not_covered(factory: SubjectFactory, layout: Layout, device: torch.device) -> dict[str, str]:
+    """By field of `layout`, why the subjects of `factory` do not give it; empty for most.
+
+    A factory may have a static method `not_covered(layout, device) -> Mapping[str, str]`. What it names is left out of
+    the comparison and listed in every result; UsageError for a name that is no field of `layout`.
+    """
+    ask = getattr(factory, "not_covered", None)
+    found = dict(ask(layout, device)) if ask is not None else {}
+    unknown = [name for name in found if name not in layout]
+    if unknown:
+        raise UsageError(
+            f"not_covered of {factory!r}: {', '.join(unknown)} are no fields of {layout.system}; its fields are "
+            f"{', '.join(field.name for field in layout)}"
+        )
+    return found
+
+
+def provenance(factory: SubjectFactory) -> dict[str, str]:
+    """What `factory` says about the code that it makes subjects of: a static method `provenance() -> Mapping[str,
+    str]`, such as versions and digests of files; empty for most. It is part of every result."""
+    ask = getattr(factory, "provenance", None)
+    return dict(ask()) if ask is not None else {}
 
 
 def current_outputs(subject: Subject, buffers: Buffers) -> Mapping[str, torch.Tensor]:

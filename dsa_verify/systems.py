@@ -7,11 +7,13 @@ reach the other through this table, and so that listing the systems imports no k
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
-from typing import Final
+from types import MappingProxyType
+from typing import Any, Final
 
 from dsa_verify.contract import Layout
+from dsa_verify.engines import check_system, engine_subject
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import Geometry
 from dsa_verify.layouts import basic, dcp, mtp, padded, ragged_verify
@@ -40,11 +42,16 @@ class System:
 
     def preset(self, device_type: str) -> str:
         """The name of the preset for a device of this type."""
-        return self.presets[0] if device_type == "cuda" else self.presets[1]
+        return of_device(self.presets, device_type)
 
     def make_oracle(self) -> Subject:
         oracle: Subject = load_attribute(self.oracle)()
         return oracle
+
+
+def of_device(presets: tuple[str, str], device_type: str) -> str:
+    """Of (on a CUDA device, on a CPU) the one for `device_type`."""
+    return presets[0] if device_type == "cuda" else presets[1]
 
 
 SYSTEMS: Final[dict[str, System]] = {
@@ -129,10 +136,45 @@ def get_system(name: str) -> System:
     return SYSTEMS[name]
 
 
+def systems_to_run(names: Sequence[str], subject: str | None) -> list[str]:
+    """Which systems a run covers: those named, else the one that an engine's subject belongs to, else the default.
+
+    UsageError for an unknown system, or one that `subject` does not belong to.
+    """
+    for name in names:
+        check_system(subject, get_system(name).name)
+    engine = engine_subject(subject)
+    own = [engine.system] if engine is not None else [name for name, system in SYSTEMS.items() if system.by_default]
+    return list(dict.fromkeys(names or own))
+
+
+def settled_geometry(
+    system: System,
+    subject: object,
+    device_type: str,
+    preset: str | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[Geometry, frozenset[str]]:
+    """The geometry that a run of `subject` (a reference, a factory or None) starts from, and the fields of it that are
+    settled, so that no matrix turns them over: `settings`, and what an engine's subject asks for beside them.
+
+    `preset` (None: that of the subject, else of the system) and `settings` are what the run says itself. UsageError
+    for a wrong one.
+    """
+    engine = engine_subject(subject) if isinstance(subject, str) else None
+    wanted = dict(settings) if engine is None else {**engine.settings, **settings}
+    presets = system.presets if engine is None or engine.presets is None else engine.presets
+    return Geometry.resolve(preset or of_device(presets, device_type), wanted), frozenset(wanted)
+
+
 def subject_factory(system: System, reference: str | None) -> tuple[str, SubjectFactory]:
-    """(label, factory) of a shipped name, an installed entry point or `module:attribute`."""
+    """(label, factory) of a shipped name, an engine's subject, an installed entry point or `module:attribute`."""
     label = reference or DEFAULT_SUBJECT
-    if label in system.subjects:
+    engine = engine_subject(label)
+    if engine is not None:
+        check_system(label, system.name)
+        factory = load_attribute(engine.reference)
+    elif label in system.subjects:
         factory = load_attribute(system.subjects[label])
     elif ":" in label:
         factory = load_attribute(label)

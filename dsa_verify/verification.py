@@ -17,12 +17,12 @@ import torch
 
 from dsa_verify.errors import DeviceLost, UsageError
 from dsa_verify.findings import Finding
-from dsa_verify.geometry import Geometry
 from dsa_verify.graphs import open_backend
 from dsa_verify.matrix import Config, diagnostic_matrix
 from dsa_verify.runs import Run, Runner, Subject, open_run
 from dsa_verify.scenario import read_case
-from dsa_verify.systems import get_system
+from dsa_verify.systems import get_system, settled_geometry
+from dsa_verify.waivers import NO_WAIVERS, Ledger, beyond, rounds_by_waiver
 
 # A small part of the matrix: a test of one's own pipeline should end within seconds.
 TEST_BATCHES: Final = (1, 4)
@@ -43,8 +43,8 @@ class Verification:
     """Verifies subjects on `device`.
 
     `preset`, `rounds` (a configuration) and `seed` are what `verify` uses where it is not told otherwise (None: what
-    the system has); cases of findings go to `folder`, relative to the session's directory. `rounds_checked` counts
-    those of this process.
+    the system has); cases of findings go to `folder`, relative to the session's directory. `ledger`: the known
+    differences. `rounds_checked` counts those of this process.
     """
 
     def __init__(
@@ -56,12 +56,13 @@ class Verification:
         seed: int,
         folder: Path,
         session: Session,
+        ledger: Ledger = NO_WAIVERS,
     ):
         self.device = device
         self.preset, self.rounds = preset, rounds
         self.seed = seed
         self.rounds_checked = 0
-        self._folder = folder
+        self._folder, self._ledger = folder, ledger
         self._session = session
         self._backend = open_backend(device)
 
@@ -85,7 +86,7 @@ class Verification:
         """
         __tracebackhide__ = True
         try:
-            configs = self._configs(system, batches, drafts, preset, rounds, geometry)
+            configs = self._configs(system, subject, batches, drafts, preset, rounds, geometry)
             run = self._open(system, subject)
         except UsageError as error:
             raise pytest.UsageError(str(error)) from None
@@ -104,6 +105,7 @@ class Verification:
     def _configs(
         self,
         system: str,
+        subject: Subject,
         batches: Sequence[int] | None,
         drafts: Sequence[int] | None,
         preset: str | None,
@@ -120,21 +122,22 @@ class Verification:
                 raise UsageError(f"{name}: {value} must name at least one number, each 1 or more")
         if rounds is not None and rounds < 1:
             raise UsageError(f"rounds: {rounds} would verify nothing; give 1 or more")
+        settled, fixed = settled_geometry(known, subject, self.device.type, preset or self.preset, geometry)
         return diagnostic_matrix(
             known,
-            Geometry.resolve(preset or self.preset or known.preset(self.device.type), geometry),
+            settled,
             rounds=rounds or self.rounds,
             seed=self.seed,
             batches=batches or TEST_BATCHES,
             drafts=drafts or TEST_DRAFTS,
-            fixed=frozenset(geometry),
+            fixed=fixed,
         )
 
     def _open(self, system: str, subject: Subject) -> Run:
         if not (subject is None or isinstance(subject, str) or callable(subject)):
             kind = type(subject).__name__
             raise UsageError(f"subject: {subject!r} is a {kind} already; give its class, as each bucket makes its own")
-        return open_run(system, subject, self._backend)
+        return open_run(system, subject, self._backend, self._ledger)
 
     def _finish(self, run: Run, work: Callable[[Runner], None]) -> Run:
         __tracebackhide__ = True
@@ -142,7 +145,7 @@ class Verification:
         # Left relative where it can be, for short commands in the report; a test may have changed the directory.
         folder = self._folder if Path.cwd() == session.directory else session.directory / self._folder
         try:
-            work(Runner(backend=self._backend, folder=folder))
+            work(Runner(backend=self._backend, folder=folder, ledger=self._ledger))
         except UsageError as error:
             raise pytest.UsageError(str(error)) from None
         except DeviceLost as lost:
@@ -156,21 +159,27 @@ class Verification:
             ]
             self.rounds_checked += run.counts.rounds_checked
             session.on_run(run)
-        if run.findings or not run.counts.rounds_checked:
+        if run.findings or run.gone or not run.counts.rounds_checked:
             pytest.fail(failure_text(run), pytrace=False)
         return run
 
 
 def failure_text(run: Run) -> str:
-    """What a failing test prints: a head line, then each finding with its case and the command that shows it."""
+    """What a failing test prints: a head line, then each waiver that is gone, and each finding with its case and the
+    command that shows it."""
     head = f"{run.system}, subject {run.subject}, on {run.device}"
     rounds = run.counts.rounds_checked
-    if not run.findings:
+    if not run.findings and not run.gone:
         return f"{head}: no round was checked, so nothing is verified; give it a case that has rounds"
     stopped = "; the configurations after it were not run" if run.stopped_early else ""
-    lines = [f"{head}: {len(run.findings)} finding(s) in {rounds} round(s) checked{stopped}"]
+    waived = beyond(rounds_by_waiver(run.counts.waivers.values()))
+    lines = [f"{head}: {len(run.findings)} finding(s) in {rounds} round(s) checked{stopped}{waived}"]
+    for use in run.gone:
+        lines += ["", use.sentence]
     for finding in run.findings:
-        lines += ["", finding.sentence, f"  case:      {finding.case}", f"  reproduce: {finding.reproduce}"]
+        lines += ["", finding.sentence]
+        lines += [f"  law:       {finding.law} (contract 3.5)"] if finding.law else []
+        lines += [f"  case:      {finding.case}", f"  reproduce: {finding.reproduce}"]
     return "\n".join(lines)
 
 

@@ -15,9 +15,9 @@ import shlex
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from dsa_verify.confirm import confirm, fault_finding, flaky_finding
+from dsa_verify.confirm import Covered, confirm, fault_finding, flaky_finding, flaky_waived
 from dsa_verify.errors import DeviceLost
 from dsa_verify.findings import Finding
 from dsa_verify.job import Job
@@ -27,6 +27,8 @@ from dsa_verify.regions import Kind
 from dsa_verify.replayer import Lane, Replayer, SubjectFault
 from dsa_verify.rounds import RoundTable
 from dsa_verify.scenario import Round, Scenario
+from dsa_verify.waivers import WaiverUse
+from dsa_verify.whole_files import write_whole
 
 # How many of the last rounds a case keeps: the fewest that show the finding again.
 CASE_WINDOWS: Final = (1, 2, 3, 6, 17, 64, 2 * CHUNK_ROUNDS)
@@ -38,7 +40,8 @@ JOURNAL_ROUNDS: Final = 64
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Counts:
     """What was done and seen, summed over configurations. `mismatches` counts words of fields, inputs and rows of
-    other buckets; `rounds_checked` those whose judge was polled."""
+    other buckets; `rounds_checked` those whose judge was polled; `waived` words that a waiver covers, which are no
+    mismatches. `waivers`: what came of each waiver that applied, by its key."""
 
     configs: int = 0
     replays: int = 0
@@ -49,10 +52,19 @@ class Counts:
     address_changes: int = 0
     guard_hits: int = 0
     compilations_after_warmup: int = 0
+    waived: int = 0
+    waivers: dict[str, WaiverUse] = dataclasses.field(default_factory=dict)
 
     def add(self, other: Counts) -> None:
         for field in dataclasses.fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+            if field.name != "waivers":
+                setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+        for key, use in other.waivers.items():
+            self.waivers[key] = self.waivers[key].plus(use) if key in self.waivers else dataclasses.replace(use)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**dataclasses.asdict(self), "waivers": [use.to_dict() for use in self.waivers.values()]}
 
 
 def verify_rounds(
@@ -62,13 +74,16 @@ def verify_rounds(
     *,
     folder: Path | None = FINDINGS_FOLDER,
     on_rounds: Callable[[int], None] = lambda count: None,
+    waivers_due: bool = True,
 ) -> list[Finding]:
     """Run `chunks` of rounds under `job`; the findings of the first wrong round, their cases written to `folder`.
 
-    `counts` is added to even if the run is interrupted; `on_rounds(n)` is called after n more rounds. Raises
-    DeviceLost (the rounds are saved first) and HarnessError.
+    `counts` is added to even if the run is interrupted; `on_rounds(n)` is called after n more rounds. `waivers_due`:
+    whether these rounds have to show what is waived, if they come to their end. Raises DeviceLost (the rounds are saved
+    first) and HarnessError.
     """
     counts.configs += 1
+    ended = False
     replayer: Replayer | None = None
     recent = _Recent()
     try:
@@ -81,6 +96,10 @@ def verify_rounds(
                 wrong = first_wrong_round(replayer, replayer.poll())
             if wrong is not None:
                 return _explain(job, recent.up_to(wrong), replayer, folder)
+            beyond = _explain_waived(job, recent, replayer, folder)
+            if beyond:
+                return beyond
+        ended = True
         return []
     except SubjectFault as fault:
         return [_with_case(fault_finding(job, fault), job, recent.up_to(fault.round or 0), folder)]
@@ -89,7 +108,7 @@ def verify_rounds(
         raise DeviceLost(f"{lost}; the rounds up to then are in {path}" if path else str(lost)) from lost
     finally:
         if replayer is not None:
-            _count(replayer, counts)
+            _count(replayer, counts, waivers_due=waivers_due and ended)
 
 
 class _Recent:
@@ -146,7 +165,28 @@ def _explain(job: Job, rounds: Sequence[Round], replayer: Replayer, folder: Path
     return [_with_case(flaky, job, rounds[-CASE_WINDOWS[-1] :], folder)]
 
 
-def _count(replayer: Replayer, counts: Counts) -> None:
+def _explain_waived(job: Job, recent: _Recent, replayer: Replayer, folder: Path | None) -> list[Finding]:
+    """The findings of the first round in which a waiver covers words, if they are not what it is for; empty if they
+    are. Of what the device can say itself there is nothing to explain."""
+    waived: set[Covered] = set()
+    for first, bucket, words in replayer.to_explain():
+        covered, rounds, attempts = (bucket, words.waiver.key), recent.up_to(first), 0
+        for window in () if covered in waived else CASE_WINDOWS:
+            case = rounds[-window:]
+            attempts += 1
+            findings = confirm(job, case, waived=waived)
+            if findings:
+                return [_with_case(finding, job, case, folder) for finding in findings]
+            if covered in waived or window >= len(rounds):
+                break
+        if covered not in waived:
+            flaky = flaky_waived(job, words.waiver, first, bucket, attempts)
+            return [_with_case(flaky, job, rounds[-CASE_WINDOWS[-1] :], folder)]
+        words.explained = True
+    return []
+
+
+def _count(replayer: Replayer, counts: Counts, *, waivers_due: bool) -> None:
     counts.replays += replayer.rounds_run
     counts.address_changes += len(replayer.address_changes)
     counts.compilations_after_warmup += replayer.compilations_after_warmup
@@ -159,6 +199,20 @@ def _count(replayer: Replayer, counts: Counts) -> None:
             counts.elements_compared += tally.compared
             counts.mismatches += tally.count(Kind.FIELD, Kind.BEYOND, Kind.INPUT)
             counts.guard_hits += tally.count(Kind.GUARD)
+        for lane in replayer.lanes.values():
+            _count_waived(replayer, lane, counts, waivers_due)
+
+
+def _count_waived(replayer: Replayer, lane: Lane, counts: Counts, waivers_due: bool) -> None:
+    for words in lane.waived:
+        waiver, seen = words.waiver, words.seen()
+        due = waivers_due and waiver.must_show(replayer.geometry, lane.bucket, replayer.rounds_run)
+        use = counts.waivers.setdefault(waiver.key, WaiverUse(id=waiver.id, field=waiver.field, reason=waiver.reason))
+        use.rounds += seen.rounds
+        use.words += seen.words
+        use.checked += lane.rounds
+        use.due += lane.rounds if due else 0
+        counts.waived += seen.words
 
 
 # Cases ---------------------------------------------------------------------------------------------------------------
@@ -168,7 +222,8 @@ def _with_case(finding: Finding, job: Job, rounds: Sequence[Round], folder: Path
     path = _save(job.scenario(rounds, found=finding.sentence), _stem(finding), folder)
     if path is None:
         return finding
-    return dataclasses.replace(finding, case=str(path), reproduce=f"dsa-verify replay {shlex.quote(str(path))}")
+    command = shlex.join(["dsa-verify", "replay", str(path), *job.ledger.options])
+    return dataclasses.replace(finding, case=str(path), reproduce=command)
 
 
 def _stem(finding: Finding) -> str:
@@ -181,9 +236,8 @@ def _save(scenario: Scenario, stem: str, folder: Path | None) -> Path | None:
     if folder is None:
         return None
     text = scenario.to_json()
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
-    path.write_text(text, encoding="utf-8")
+    write_whole(path, text)
     return path
 
 
@@ -194,9 +248,9 @@ def _journal(job: Job, table: RoundTable, folder: Path | None) -> Iterator[None]
         yield
         return
     ours = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"running-{os.getpid()}.json"
-    path.write_text(job.scenario(table.rounds()).to_json(), encoding="utf-8")
+    # A GPU may take its machine down; what an emulated graph can take down is this process.
+    write_whole(path, job.scenario(table.rounds()).to_json(), durable=job.backend.device.type == "cuda")
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ import torch
 from dsa_verify.device import environment
 from dsa_verify.errors import UsageError
 from dsa_verify.findings import Diagnosis, Finding
-from dsa_verify.geometry import Geometry, parse_settings
+from dsa_verify.geometry import parse_settings
 from dsa_verify.graphs import Backend, open_backend
 from dsa_verify.job import Job
 from dsa_verify.matrix import Config, diagnostic_matrix
@@ -25,7 +25,8 @@ from dsa_verify.report import document
 from dsa_verify.report.terminal import Terminal
 from dsa_verify.runs import Outcome, Run, open_run, status_of
 from dsa_verify.scenario import read_case
-from dsa_verify.systems import SYSTEMS, System, get_system
+from dsa_verify.systems import DEFAULT_SUBJECT, System, get_system, settled_geometry, systems_to_run
+from dsa_verify.waivers import Ledger, choose_ledger
 from fuzz.coverage import Coverage, say
 from fuzz.explain import explain
 from fuzz.fuzzer import FuzzResult, fuzz
@@ -59,6 +60,8 @@ class Options:
     shrink_s: float
     json_path: Path | None
     folder: Path
+    waivers: Path | None = None
+    no_waivers: bool = False
 
 
 def run(options: Options, device: torch.device) -> int:
@@ -66,7 +69,10 @@ def run(options: Options, device: torch.device) -> int:
     backend = open_backend(device)
     if options.json_path is not None and not options.json_path.parent.is_dir():
         raise UsageError(f"{options.json_path}: the folder does not exist; create it")
-    plan = [(get_system(name), _configs(get_system(name), options, device)) for name in _systems(options)]
+    names = systems_to_run(options.systems, options.subject)
+    plan = [(get_system(name), _configs(get_system(name), options, device)) for name in names]
+    ledger = choose_ledger(options.waivers, options.no_waivers)
+    ledger.refuse_if_idle([(name, options.subject or DEFAULT_SUBJECT) for name in names])
     rounds = options.rounds if options.rounds is not None else ROUNDS[device.type]
     runs: list[Run] = []
     results: list[dict[str, Any]] = []
@@ -76,9 +82,9 @@ def run(options: Options, device: torch.device) -> int:
         def work() -> None:
             for system, configs in plan:
                 terminal.begin(system.name)
-                result = open_run(system.name, options.subject, backend)
+                result = open_run(system.name, options.subject, backend, ledger)
                 runs.append(result)
-                results.append(_fuzz_system(system, configs, rounds, options, result, terminal, backend))
+                results.append(_fuzz_system(system, configs, rounds, options, result, terminal, backend, ledger))
                 if result.findings and not options.keep_going:
                     break
 
@@ -90,24 +96,20 @@ def run(options: Options, device: torch.device) -> int:
     return status
 
 
-def _systems(options: Options) -> Sequence[str]:
-    names = options.systems or tuple(name for name, system in SYSTEMS.items() if system.by_default)
-    return list(dict.fromkeys(names))
-
-
 def _configs(system: System, options: Options, device: torch.device) -> list[Config]:
     """A few of the matrix, other ones with another seed."""
     settings = parse_settings(options.settings)
     if options.drafts and not system.drafts and options.systems:
         raise UsageError(f"--draft-tokens: has no effect in {system.name}, which has no draft; leave it out")
+    geometry, fixed = settled_geometry(system, options.subject, device.type, options.preset, settings)
     configs = diagnostic_matrix(
         system,
-        Geometry.resolve(options.preset or system.preset(device.type), settings),
+        geometry,
         rounds=0,
         seed=options.seed,
         batches=options.batches or BATCHES[device.type],
         drafts=options.drafts or (DRAFTS[device.type] if system.drafts else None),
-        fixed=frozenset(settings),
+        fixed=fixed,
     )
     first = options.seed % len(configs)
     return (configs[first:] + configs[:first])[:MOST_CONFIGS]
@@ -121,6 +123,7 @@ def _fuzz_system(
     result: Run,
     terminal: Terminal,
     backend: Backend,
+    ledger: Ledger,
 ) -> dict[str, Any]:
     parts: list[FuzzResult] = []
     start = time.perf_counter()
@@ -129,7 +132,16 @@ def _fuzz_system(
         share = rounds * (i + 1) // len(configs) - rounds * i // len(configs)
         if not share:
             continue
-        job = Job.make(system, config.geometry, config.buckets, options.seed, options.subject, options.fault, backend)
+        job = Job.make(
+            system,
+            config.geometry,
+            config.buckets,
+            options.seed,
+            options.subject,
+            options.fault,
+            backend,
+            ledger,
+        )
         part = fuzz(
             job,
             share,
@@ -140,6 +152,7 @@ def _fuzz_system(
             on_rounds=terminal.advance,
         )
         parts.append(part)
+        result.not_covered.update(job.not_covered)
         result.counts.add(part.counts)
         result.wall_s = time.perf_counter() - start
         result.findings += part.findings
@@ -147,7 +160,7 @@ def _fuzz_system(
         for finding in part.findings:
             terminal.finding(finding)
         if part.findings:
-            _make_small(part.findings, options, terminal, backend)
+            _make_small(part.findings, options, terminal, backend, ledger)
             if not options.keep_going:
                 result.stopped_early = i + 1 < len(configs)
                 break
@@ -155,19 +168,21 @@ def _fuzz_system(
     return _report(system.name, parts, terminal)
 
 
-def _make_small(findings: Sequence[Finding], options: Options, terminal: Terminal, backend: Backend) -> None:
+def _make_small(
+    findings: Sequence[Finding], options: Options, terminal: Terminal, backend: Backend, ledger: Ledger
+) -> None:
     """Shrink the first finding that has a case, and say what it depends on; the others come of the same rounds."""
     finding = next((each for each in findings if each.case and each.diagnosis not in NOT_SHRUNK), None)
     if finding is None or finding.case is None or not options.shrink_s:
         return
     signature = Signature.of(finding)
-    small = shrink(read_case(Path(finding.case)), signature, backend, budget_s=options.shrink_s)
+    small = shrink(read_case(Path(finding.case)), signature, backend, budget_s=options.shrink_s, ledger=ledger)
     path = Path(finding.case).with_suffix(".small.json")
     path.write_text(small.scenario.to_json(), encoding="utf-8")
-    said = explain(small.scenario, signature, backend, budget_s=options.shrink_s)
+    said = explain(small.scenario, signature, backend, budget_s=options.shrink_s, ledger=ledger)
     ended = "" if small.finished else ", the time for it being over"
     terminal.say(f"  shrunk in {small.seconds:.1f} s{ended}: {said.sentence}")
-    terminal.say(f"  reproduce: dsa-verify replay {shlex.quote(str(path))}")
+    terminal.say(f"  reproduce: {shlex.join(['dsa-verify', 'replay', str(path), *ledger.options])}")
 
 
 def _report(system: str, parts: Sequence[FuzzResult], terminal: Terminal) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from dsa_verify.matrix import shortest_seq_len
 from dsa_verify.scenario import POISONS, Round, Scenario, drawn_lens
 from dsa_verify.subject import SubjectFactory
 from dsa_verify.systems import get_system
+from dsa_verify.waivers import NO_WAIVERS, Ledger
 from fuzz.shrink import BUDGET_S, closest, put, resized, turning_lengths, with_requests
 from fuzz.trials import OutOfTime, Signature, Trials, is_legal
 
@@ -64,11 +65,12 @@ def explain(
     subject: SubjectFactory | None = None,
     budget_s: float = BUDGET_S,
     clock: Callable[[], float] = time.monotonic,
+    ledger: Ledger = NO_WAIVERS,
 ) -> Explanation:
     """What the finding of `signature` depends on in `scenario`, which is best shrunk before: each of its values costs
-    several replays. `subject`: a factory instead of the one that `scenario` names. UsageError if `scenario` does not
-    show the signature; DeviceLost."""
-    trials = Trials(signature, backend, subject=subject, budget_s=budget_s, clock=clock)
+    several replays. `subject`: a factory instead of the one that `scenario` names. `ledger`: what is waived.
+    UsageError if `scenario` does not show the signature; DeviceLost."""
+    trials = Trials(signature, backend, subject=subject, budget_s=budget_s, clock=clock, ledger=ledger)
     study = _Study(dataclasses.replace(scenario, found=None), trials)
     try:
         if not study.shows(study.case):

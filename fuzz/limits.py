@@ -6,14 +6,9 @@ took place.
 
 from __future__ import annotations
 
-from typing import Final
-
 from dsa_verify.geometry import Geometry
+from dsa_verify.matrix import undefined_when_empty as undefined_when_empty
 from dsa_verify.ragged_rules import graph_tokens
-from dsa_verify.schedules import VARIANTS, Placement
-
-# The schedule of an all-zero batch is undefined at multiples of so many requests (contract 3.6).
-_UNDEFINED_ROWS: Final = 32
 
 
 def adds_draft(system: str) -> bool:
@@ -25,11 +20,3 @@ def most_requests(system: str, geometry: Geometry, bucket: int) -> int:
     """Live requests that a round of `bucket` can hold: each needs a request row, and a token row (contract 9)."""
     most = min(bucket, geometry.request_rows - 1)
     return min(most, graph_tokens(geometry, bucket)) if system == "ragged_verify" else most
-
-
-def undefined_when_empty(system: str, geometry: Geometry, bucket: int) -> bool:
-    """Whether a full batch of lengths 0 has no defined schedule (contract 3.6)."""
-    if not geometry.indexer or VARIANTS[geometry.schedule].placement is not Placement.TAIL:
-        return False
-    rows = bucket * (geometry.draft_tokens if system == "draft_extend" else 1)
-    return rows % _UNDEFINED_ROWS == 0

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from dsa_verify.engines import check_system
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import MAX_BATCH, PRESETS
 from dsa_verify.scenario import KNOWN_SYSTEMS
@@ -18,6 +19,7 @@ from fuzz.shard_folder import read_json, write_json
 
 PLAN_SCHEMA: Final = 1
 PLAN_FILE: Final = "campaign.json"
+LEDGER_FILE: Final = "ledger.json"  # the waivers of the plan, for replays of its cases
 MAX_ROUNDS_A_SHARD: Final = 1 << 24
 DEVICES: Final = ("auto", "cpu", "cuda")
 _FLAGS: Final = {"settings": "--set", "batches": "--batch", "rounds_a_shard": "--rounds-per-shard"}
@@ -27,7 +29,7 @@ _FLAGS: Final = {"settings": "--set", "batches": "--batch", "rounds_a_shard": "-
 class Plan:
     """`preset` None: what each system has for the device. `settings`: overrides of the geometry. `batches`: buckets
     instead of those of the diagnostic matrix, over whose configurations the shards turn. `resident`: unsteered rounds,
-    drawn in bulk (resident.py)."""
+    drawn in bulk (resident.py). `waivers`: the entries of a ledger; None: those that are shipped."""
 
     systems: tuple[str, ...]
     subject: str | None = None
@@ -38,16 +40,22 @@ class Plan:
     batches: tuple[int, ...] = ()
     device: str = "auto"
     resident: bool = False
+    waivers: tuple[Mapping[str, Any], ...] | None = None
 
     def check(self) -> None:
         """UsageError for what no shard could run."""
         for system in self.systems:
             _choice("systems", system, KNOWN_SYSTEMS)
+            check_system(self.subject, system)
         if not self.systems or len(set(self.systems)) != len(self.systems):
             raise UsageError(f"systems: {list(self.systems)} must name at least one system, and each once")
         if self.preset is not None:
             _choice("preset", self.preset, tuple(PRESETS))
         _choice("device", self.device, DEVICES)
+        if self.waivers:
+            from dsa_verify.waivers import parse_ledger
+
+            parse_ledger(self.waivers, LEDGER_FILE)
         limits = {"seed": (self.seed, 0, (1 << 31) - 1), "rounds_a_shard": (self.rounds_a_shard, 1, MAX_ROUNDS_A_SHARD)}
         limits |= {f"batches[{i}]": (batch, 1, MAX_BATCH) for i, batch in enumerate(self.batches)}
         for name, (value, low, high) in limits.items():
@@ -56,6 +64,12 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         return {"schema": PLAN_SCHEMA, **dataclasses.asdict(self)}
+
+    def replay_options(self, root: Path) -> list[str]:
+        """The words with which `dsa-verify replay` waives what this plan does, in the campaign of `root`."""
+        if self.waivers is None:
+            return []
+        return ["--waivers", str(root / LEDGER_FILE)] if self.waivers else ["--no-waivers"]
 
     def shard(self, number: int) -> ShardSpec:
         return ShardSpec(plan=self, number=number)
@@ -96,7 +110,8 @@ def parse_plan(data: Mapping[str, Any]) -> Plan:
     """The plan that `to_dict` gave; UsageError names what is not so."""
     if data.get("schema") != PLAN_SCHEMA:
         raise UsageError(f"schema: {data.get('schema')} is not {PLAN_SCHEMA}, which this version reads; update it")
-    values = {key: value for key, value in data.items() if key != "schema"}
+    # Campaigns of before there were waivers can be resumed.
+    values: dict[str, Any] = {"waivers": None} | {key: value for key, value in data.items() if key != "schema"}
     names = [field.name for field in dataclasses.fields(Plan)]
     for key in (*values, *names):
         if key not in names or key not in values:
@@ -111,14 +126,16 @@ def parse_plan(data: Mapping[str, Any]) -> Plan:
         "batches": (list, tuple),
         "device": (str,),
         "resident": (bool,),
+        "waivers": (list, tuple, type(None)),
     }
     for key, kind in kinds.items():
         if type(values[key]) not in kind:
             raise UsageError(f"{key}: {values[key]!r} is {type(values[key]).__name__}, not {kind[0].__name__}")
-    for key, item_kind in (("systems", str), ("batches", int)):
-        if any(type(item) is not item_kind for item in values[key]):
+    for key, item_kind in (("systems", str), ("batches", int), ("waivers", dict)):
+        if any(type(item) is not item_kind for item in values[key] or ()):
             raise UsageError(f"{key}: {values[key]!r} must hold {item_kind.__name__} only")
-    plan = Plan(**{**values, "systems": tuple(values["systems"]), "batches": tuple(values["batches"])})
+    lists = {key: tuple(values[key]) for key in ("systems", "batches", "waivers") if values[key] is not None}
+    plan = Plan(**{**values, **lists})
     plan.check()
     return plan
 
@@ -143,6 +160,10 @@ def settle_plan(root: Path, given: Mapping[str, Any], default: Mapping[str, Any]
     if not (root / PLAN_FILE).exists():
         plan = Plan(**{**default, **given})
         plan.check()
+        if plan.waivers:
+            from dsa_verify.waivers import LEDGER_SCHEMA
+
+            write_json(root / LEDGER_FILE, {"schema": LEDGER_SCHEMA, "waiver": list(plan.waivers)})
         write_json(root / PLAN_FILE, plan.to_dict())
         return plan
     plan = read_plan(root)

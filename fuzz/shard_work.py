@@ -18,29 +18,30 @@ import torch
 
 from dsa_verify.confirm import confirm
 from dsa_verify.errors import HarnessError, UsageError
-from dsa_verify.faults import FAULTS
+from dsa_verify.faults import FAULTS, get_fault
 from dsa_verify.findings import Diagnosis, Finding
-from dsa_verify.geometry import Geometry
 from dsa_verify.graphs import Backend, open_backend
 from dsa_verify.job import Job, remap_slots_of
 from dsa_verify.matrix import diagnostic_matrix
 from dsa_verify.replayer import SubjectFault
 from dsa_verify.rounds import tabulate
 from dsa_verify.scenario import Scenario, read_case
-from dsa_verify.systems import get_system
+from dsa_verify.subject import provenance
+from dsa_verify.systems import get_system, settled_geometry
+from dsa_verify.verify import Counts
+from dsa_verify.waivers import Ledger, check_names, choose_ledger, parse_ledger
+from dsa_verify.whole_files import write_whole
 from fuzz.coverage import Coverage
 from fuzz.fuzzer import fuzz
 from fuzz.journal import Journal, JournalledJob, Stopped
-from fuzz.plan import ShardSpec
-from fuzz.shard import MEMORY_SIGNS, OutOfMemory, ShardResult
+from fuzz.plan import LEDGER_FILE, Plan, ShardSpec
+from fuzz.shard import ShardResult
 from fuzz.shard_folder import (
-    SETTLED,
     FindingKey,
     FindingRecord,
     campaign_root,
     shard_folder,
     shard_numbers,
-    write_whole,
 )
 from fuzz.shrink import shrink
 from fuzz.trials import Signature
@@ -70,11 +71,12 @@ def work_shard(spec: ShardSpec, folder: Path, device: torch.device) -> ShardResu
     journal = Journal(folder)
     job = JournalledJob.of(_job(spec, open_backend(device)), journal)
     coverage = Coverage(job.system.name, job.geometry, job.buckets)
-    canary = None
+    canary, counts = None, Counts()
     try:
         # First, so that a shard whose time is cut short has shown all the same that it can see.
         canary = _canary(spec, job, folder)
-        ended = _fuzz(spec, job, coverage, folder)
+        ended = _fuzz(spec, job, coverage, folder, counts)
+        _note_waivers(job, counts, folder)
     except Stopped:
         ended = "stopped"
     result = ShardResult(
@@ -87,6 +89,7 @@ def work_shard(spec: ShardSpec, folder: Path, device: torch.device) -> ShardResu
         wall_s=round(time.monotonic() - start, 3),
         canary=canary,
         coverage=_coverage(job, coverage),
+        provenance=provenance(job.factory),
     )
     result.write(folder)
     return result
@@ -101,22 +104,31 @@ def configuration(job: JournalledJob) -> str:
 def _job(spec: ShardSpec, backend: Backend) -> Job:
     """What the shard runs: one configuration of the diagnostic matrix of its system."""
     plan, system = spec.plan, get_system(spec.system)
-    geometry = Geometry.resolve(plan.preset or system.preset(backend.device.type), plan.settings)
+    geometry, fixed = settled_geometry(system, plan.subject, backend.device.type, plan.preset, plan.settings)
     drafts = [geometry.draft_tokens] if "draft_tokens" in plan.settings and system.drafts else None
     configs = diagnostic_matrix(
         system,
         geometry,
         batches=plan.batches or None,
         drafts=drafts,
-        fixed=frozenset(plan.settings) - {"draft_tokens"},
+        fixed=fixed - {"draft_tokens"},
     )
     config = configs[spec.turn % len(configs)]
     buckets = tuple(dict.fromkeys(max(bucket // spec.batch_divisor, 1) for bucket in config.buckets))
-    return Job.make(system, config.geometry, buckets, spec.seed, plan.subject, None, backend)
+    ledger = _ledger(plan)
+    return Job.make(system, config.geometry, buckets, spec.seed, plan.subject, None, backend, ledger)
 
 
-def _fuzz(spec: ShardSpec, job: JournalledJob, coverage: Coverage, folder: Path) -> str:
-    """Fuzz the shard's rounds, anew after each finding; how it ended."""
+def _ledger(plan: Plan) -> Ledger:
+    if plan.waivers is None:
+        return choose_ledger(None, False)
+    ledger = parse_ledger(plan.waivers, LEDGER_FILE)
+    check_names(ledger)
+    return ledger
+
+
+def _fuzz(spec: ShardSpec, job: JournalledJob, coverage: Coverage, folder: Path, counts: Counts) -> str:
+    """Fuzz the shard's rounds, anew after each finding, adding to `counts`; how it ended."""
     left, stretch, journal = spec.plan.rounds_a_shard, 0, job.journal
     while left > 0:
         if stretch == MOST_FINDINGS:
@@ -130,6 +142,7 @@ def _fuzz(spec: ShardSpec, job: JournalledJob, coverage: Coverage, folder: Path)
             resident=spec.plan.resident,
             on_rounds=journal.count,
         )
+        counts.add(result.counts)
         for finding in result.findings:
             take(finding, job, folder)
         left, stretch = left - result.executed, stretch + 1
@@ -146,18 +159,37 @@ def _coverage(job: JournalledJob, coverage: Coverage) -> dict[str, Any]:
     }
 
 
+def _note_waivers(job: JournalledJob, counts: Counts, folder: Path) -> None:
+    """Write down what came of each waiver: its difference was seen here, or it had to be and was not."""
+    for waiver in job.waivers:
+        use = counts.waivers.get(waiver.key)
+        if use is None or not (use.words or use.gone):
+            continue
+        key = FindingKey(
+            system=job.system.name,
+            subject=job.subject,
+            field=waiver.field,
+            diagnosis=waiver.called,
+            law=waiver.law,
+        )
+        seen = f"waiver {use.id}: {use.field} in {use.rounds} of {use.checked} rounds, {use.words} words: {use.reason}"
+        FindingRecord(
+            key=key,
+            state="gone" if use.gone else "waived",
+            finding={**use.to_dict(), "sentence": use.sentence if use.gone else seen},
+            waiver=waiver.id,
+        ).write(folder)
+
+
 # Findings ------------------------------------------------------------------------------------------------------------
 
 
 def take(finding: Finding, job: JournalledJob, folder: Path) -> FindingRecord:
-    """Write `finding` down, repeat its case from nothing, shrink it; written down at each step. OutOfMemory if that is
-    all it is."""
-    if finding.diagnosis.value == "raises" and any(sign in finding.sentence for sign in MEMORY_SIGNS):
-        raise OutOfMemory(finding.sentence)
+    """Write `finding` down, repeat its case from nothing, shrink it; written down at each step."""
     facts = finding.to_dict()
     key = FindingKey.of(facts, planted=job.fault is not None)
     known = FindingRecord.read(folder / "findings" / f"{key.name}.json")
-    if known is not None and known.state in SETTLED:
+    if known is not None and known.settled:
         return known
     if finding.case is None:
         raise HarnessError(f"{finding.sentence}: the finding has no case")
@@ -209,7 +241,7 @@ def _shrunk(record: FindingRecord, finding: Finding, job: JournalledJob, folder:
 def _shrink(case: Scenario, finding: Finding, job: JournalledJob) -> Scenario:
     """The one place that knows how a case is shrunk."""
     signature, budget_s = Signature.of(finding), SHRINK_S if job.fault is None else CANARY_SHRINK_S
-    return shrink(case, signature, job.backend, budget_s=budget_s, clock=job.journal.clock).scenario
+    return shrink(case, signature, job.backend, budget_s=budget_s, clock=job.journal.clock, ledger=job.ledger).scenario
 
 
 def _shrunk_elsewhere(key: FindingKey, folder: Path) -> int | None:
@@ -274,6 +306,8 @@ def _without_fault(finding: Finding, job: JournalledJob, folder: Path) -> Findin
 
 
 def _applies(name: str, spec: ShardSpec, job: JournalledJob) -> bool:
+    if get_fault(name)[1] in {waiver.field for waiver in job.waivers}:
+        return False  # a waiver might cover what it does
     try:
         Job.make(job.system, job.geometry, job.buckets, spec.seed, spec.plan.subject, name, job.backend)
     except UsageError:

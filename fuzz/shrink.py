@@ -26,6 +26,7 @@ from dsa_verify.scenario import Round, Scenario, drawn_lens
 from dsa_verify.subject import SubjectFactory
 from dsa_verify.systems import get_system
 from dsa_verify.verify import CASE_WINDOWS
+from dsa_verify.waivers import NO_WAIVERS, Ledger
 from fuzz.boundaries import boundary_lengths
 from fuzz.trials import OutOfTime, Signature, Trials
 
@@ -60,14 +61,15 @@ def shrink(
     budget_s: float = BUDGET_S,
     clock: Callable[[], float] = time.monotonic,
     on_accept: Callable[[Scenario], None] = lambda scenario: None,
+    ledger: Ledger = NO_WAIVERS,
 ) -> Shrunk:
     """A case no larger than `scenario` that shows a finding of `signature` in its first wrong round.
 
-    `subject`: a factory instead of the subject that `scenario` names. `on_accept`: called with each smaller case. At
-    most one replay begins before `budget_s` is over and ends after it. UsageError if no end of `scenario` shows the
-    signature, or none did in time; DeviceLost as soon as a candidate takes the device down.
+    `subject`: a factory instead of the subject that `scenario` names. `on_accept`: called with each smaller case.
+    `ledger`: what is waived. At most one replay begins before `budget_s` is over and ends after it. UsageError if no
+    end of `scenario` shows the signature, or none did in time; DeviceLost as soon as a candidate takes the device down.
     """
-    trials = Trials(signature, backend, subject=subject, budget_s=budget_s, clock=clock)
+    trials = Trials(signature, backend, subject=subject, budget_s=budget_s, clock=clock, ledger=ledger)
     search: _Search | None = None
     finished = True
     try:

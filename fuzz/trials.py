@@ -18,7 +18,7 @@ import torch
 
 from dsa_verify.confirm import confirm
 from dsa_verify.errors import HarnessError, UsageError
-from dsa_verify.findings import Finding
+from dsa_verify.findings import Diagnosis, Finding
 from dsa_verify.geometry import Geometry
 from dsa_verify.graphs import Backend
 from dsa_verify.job import Job, remap_slots_of
@@ -26,6 +26,7 @@ from dsa_verify.replayer import SubjectFault
 from dsa_verify.scenario import Round, Scenario, parse_case
 from dsa_verify.subject import SubjectFactory
 from dsa_verify.systems import get_system
+from dsa_verify.waivers import NO_WAIVERS, Ledger
 from fuzz.limits import undefined_when_empty
 
 Captures = tuple[Geometry, tuple[int, ...]]
@@ -37,17 +38,20 @@ SCREEN_REMAPS: Final = 4  # remapped requests of one round at least, so that mos
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
     """What two findings have in common if they are one and the same. `stage`: of a finding without a field, what its
-    sentence begins with ("raises in capture"), since any other failure of the subject is another finding; "": any."""
+    sentence begins with ("raises in capture"), since any other failure of the subject is another finding; "": any.
+    `law`: of a finding that is nothing but a broken law, which."""
 
     system: str
     field: str | None
     diagnosis: str
     stage: str = ""
+    law: str = ""
 
     @classmethod
     def of(cls, finding: Finding) -> Signature:
         stage = finding.sentence.partition(":")[0] if finding.field is None else ""
-        return cls(system=finding.system, field=finding.field, diagnosis=finding.diagnosis.value, stage=stage)
+        law = (finding.law or "") if finding.diagnosis is Diagnosis.LAW_BROKEN else ""
+        return cls(system=finding.system, field=finding.field, diagnosis=finding.diagnosis.value, stage=stage, law=law)
 
     def matches(self, finding: Finding) -> bool:
         other = Signature.of(finding)
@@ -61,8 +65,9 @@ class OutOfTime(Exception):
 class Trials:
     """Tries candidates on `backend` until `clock` has gone on by `budget_s`.
 
-    `subject`: a factory to use instead of the subject that candidates name. `screened`, `confirmed`: replays so far;
-    `undecided`: candidates about which the harness could say nothing, which then do not show the finding.
+    `subject`: a factory to use instead of the subject that candidates name. `ledger`: what is waived. `screened`,
+    `confirmed`: replays so far; `undecided`: candidates about which the harness could say nothing, which then do not
+    show the finding.
     """
 
     def __init__(
@@ -73,7 +78,9 @@ class Trials:
         subject: SubjectFactory | None,
         budget_s: float,
         clock: Callable[[], float],
+        ledger: Ledger = NO_WAIVERS,
     ) -> None:
+        self._ledger = ledger
         self.signature = signature
         self.screened = self.confirmed = self.undecided = 0
         self._backend, self._subject, self._clock = backend, subject, clock
@@ -135,6 +142,7 @@ class Trials:
             self._subject if self._subject is not None else scenario.subject,
             scenario.fault,
             self._backend,
+            self._ledger,
         )
 
     def _confirm(self, candidate: Scenario) -> Finding | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ def of(runs: Sequence[Run], status: int) -> dict[str, Any]:
     return {
         "schema": RESULT_SCHEMA,
         "status": status,
-        **dataclasses.asdict(total(runs)),
+        **total(runs).to_dict(),
         "wall_s": round(sum(run.wall_s for run in runs), 3),
         "runs": [run.to_dict() for run in runs],
     }

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dsa_verify.runs import Run
+from dsa_verify.waivers import WaiverUse
 
 
 def write(runs: Sequence[Run], path: Path) -> None:
@@ -18,10 +19,16 @@ def write(runs: Sequence[Run], path: Path) -> None:
             root,
             "testsuite",
             name=f"{run.system}/{run.subject}",
-            tests=str(len(run.outcomes)),
-            failures=str(failed),
+            tests=str(len(run.outcomes) + len(run.gone)),
+            failures=str(failed + len(run.gone)),
             time=f"{run.wall_s:.3f}",
         )
+        facts = {**run.provenance, **{f"not covered: {field}": why for field, why in run.not_covered.items()}}
+        facts |= {f"waiver {use.id}: {use.field}": _used(use) for use in run.counts.waivers.values()}
+        if facts:
+            properties = ElementTree.SubElement(suite, "properties")
+            for name, value in facts.items():
+                ElementTree.SubElement(properties, "property", name=name, value=value)
         for outcome in run.outcomes:
             case = ElementTree.SubElement(
                 suite,
@@ -34,6 +41,15 @@ def write(runs: Sequence[Run], path: Path) -> None:
                 failure = ElementTree.SubElement(
                     case, "failure", type=finding.diagnosis.value, message=finding.sentence
                 )
-                failure.text = f"{finding.sentence}\n{finding.reproduce or ''}"
+                law = f"law: {finding.law}\n" if finding.law else ""
+                failure.text = f"{finding.sentence}\n{law}{finding.reproduce or ''}"
+        for use in run.gone:
+            name = f"waiver {use.id}: {use.field}"
+            case = ElementTree.SubElement(suite, "testcase", classname=f"dsa_verify.{run.system}", name=name)
+            ElementTree.SubElement(case, "failure", type="gone", message=use.sentence).text = use.sentence
     ElementTree.indent(root)
     ElementTree.ElementTree(root).write(path, encoding="utf-8", xml_declaration=True)
+
+
+def _used(use: WaiverUse) -> str:
+    return f"{use.rounds} of {use.checked} rounds, {use.words} words: {use.reason}"

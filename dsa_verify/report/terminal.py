@@ -20,9 +20,11 @@ from dsa_verify.errors import (
 from dsa_verify.findings import Finding
 from dsa_verify.graphs import Backend
 from dsa_verify.runs import Run, total
+from dsa_verify.waivers import beyond, rounds_by_waiver
 
 GOOD: Final = "green"
 BAD: Final = "bold red"
+SHOWN_FIELDS: Final = 6  # of those that are not covered for one reason; JSON has all
 
 
 class Terminal:
@@ -67,6 +69,8 @@ class Terminal:
         draft = f", N {finding.draft_tokens}" if finding.draft_tokens > 1 else ""
         self.say(f"FOUND in {finding.system} ({finding.subject}, bucket {finding.bucket}{draft})", BAD)
         self.say(f"  {finding.sentence}")
+        if finding.law:
+            self.say(f"  law: {finding.law} (contract 3.5)")
         if finding.reproduce:
             self.say(f"  reproduce: {finding.reproduce}")
 
@@ -76,8 +80,23 @@ class Terminal:
             f"{run.system:<14} {run.subject:<10} {counts.configs:>3} configs {counts.rounds_checked:>7} replays "
             f"{counts.elements_compared:>14,} elements  {counts.mismatches} mismatches  "
             f"{counts.address_changes} address changes  {counts.guard_hits} guard hits  {run.wall_s:.1f} s",
-            BAD if run.findings else "",
+            BAD if run.findings or run.gone else "",
         )
+        waived = beyond(rounds_by_waiver(counts.waivers.values()))
+        if waived:
+            self.say(f"  {counts.mismatches} mismatches{waived}")
+        for use in run.gone:
+            self.say(f"GONE: {use.sentence}", BAD)
+        for line in run.other_versions:
+            self.say(f"  {line}")
+        if run.provenance:
+            self.say("  of " + ", ".join(f"{name} {value}" for name, value in run.provenance.items()))
+        for why in dict.fromkeys(run.not_covered.values()):
+            fields = [field for field, reason in run.not_covered.items() if reason == why]
+            more = f" and {len(fields) - SHOWN_FIELDS} more" if len(fields) > SHOWN_FIELDS else ""
+            self.say(f"  not covered: {', '.join(fields[:SHOWN_FIELDS])}{more}: {why}")
+        for why in run.not_run:
+            self.say(f"  not run: {why}")
         if run.stopped_early:
             self.say("  stopped at the first failing configuration; --keep-going runs them all")
 
@@ -106,12 +125,15 @@ class Terminal:
     def verdict(self, runs: Sequence[Run], status: int) -> None:
         counts = total(runs)
         findings = sum(len(run.findings) for run in runs)
+        gone = sum(len(run.gone) for run in runs)
         if status == STATUS_EQUAL:
-            text = f"{counts.rounds_checked} replays checked, all equal"
+            waived = beyond(rounds_by_waiver(counts.waivers.values())).partition(":")[0]
+            text = f"{counts.rounds_checked} replays checked, all equal{waived}"
         elif status == STATUS_NOTHING_VERIFIED:
             text = "nothing was verified: a system or case had no round to check"
         else:
             text = f"{counts.rounds_checked} replays checked, {findings} finding(s)"
+            text += f", {gone} waived difference(s) gone" if gone else ""
         self.say(f"{text}; exit status {status}", GOOD if status == STATUS_EQUAL else BAD)
 
     def say(self, text: str, style: str = "") -> None:

@@ -15,6 +15,7 @@ from dsa_verify.geometry import Geometry
 from dsa_verify.graphs import open_backend
 from dsa_verify.job import Job
 from dsa_verify.law_watch import scheduled
+from dsa_verify.laws import Law
 from dsa_verify.layouts.indexer import SCHEDULED_LENGTHS, WRITE_PLAN
 from dsa_verify.matrix import diagnostic_matrix
 from dsa_verify.pipelines.schedule_life import OutOfGraph, Residual
@@ -151,4 +152,5 @@ def test_a_law_sees_what_subject_and_oracle_agree_in(monkeypatch: pytest.MonkeyP
     findings = verify_rounds(job, [job.table(ROUNDS)], Counts(), folder=None)
     assert {finding.diagnosis for finding in findings} == {Diagnosis.LAW_BROKEN}
     assert {finding.field for finding in findings} <= {FULL, POOLED}
+    assert {finding.law for finding in findings} <= {Law.PLACEMENT.value, Law.EMPTY.value}
     assert all(re.search(r"SM \d+|row \d+", finding.sentence) for finding in findings)
