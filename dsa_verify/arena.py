@@ -25,7 +25,8 @@ TORCH_DTYPES: Final = {"int32": torch.int32, "int64": torch.int64, "float32": to
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
-    """int32 words between two buffers; `after` and `before` name the fields on its sides (None at the ends)."""
+    """int32 words between two buffers, or [rows, words] behind the rows of one; `after` and `before` name the fields on
+    its sides (None at the ends)."""
 
     words: torch.Tensor
     after: str | None
@@ -95,8 +96,13 @@ class Arena:
         return {name: rows for name, rows in shared.items() if rows.numel()}
 
     def _tensor(self, place: _Place) -> torch.Tensor:
-        window = self._slab[place.offset : place.offset + place.bytes]
-        return window.view(TORCH_DTYPES[place.field.dtype]).view(place.field.shape)
+        field = place.field
+        return self._whole(place)[:, : field.shape[-1]] if field.row_gap else self._whole(place).view(field.shape)
+
+    def _whole(self, place: _Place) -> torch.Tensor:
+        """All memory of a buffer, as its rows with the gaps behind them."""
+        window = self._slab[place.offset : place.offset + place.bytes].view(TORCH_DTYPES[place.field.dtype])
+        return window.view(place.field.rows, -1)
 
     def _guards(self, places: Sequence[_Place], size: int) -> tuple[Guard, ...]:
         guards = []
@@ -105,6 +111,8 @@ class Arena:
             guards.append(Guard(words=self._window(start, place.offset), after=after, before=place.field.name))
             start, after = place.offset + place.bytes, place.field.name
         guards.append(Guard(words=self._window(start, size), after=after, before=None))
+        gaps = [(place.field.name, self._whole(place)[:, place.field.columns :]) for place in places]
+        guards += [Guard(words=gap.view(torch.int32), after=name, before=name) for name, gap in gaps if gap.numel()]
         for guard in guards:
             guard.words.fill_(GUARD_WORD)
         return tuple(guards)
@@ -121,7 +129,7 @@ class _Place:
 
     @property
     def bytes(self) -> int:
-        return self.field.elements * DTYPE_BYTES[self.field.dtype]
+        return (self.field.elements + self.field.rows * self.field.row_gap) * DTYPE_BYTES[self.field.dtype]
 
 
 def _key(field: Field, bucket: int) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""The command line: `replay`, `fuzz`, `campaign`, `new`, `doctor` and `faults`.
+"""The command line: `replay`, `fuzz`, `campaign`, `new`, `doctor`, `subjects` and `faults`.
 
 This module imports nothing heavy, so that `--help` answers at once; each command imports what it needs. Results are
 written even when a run is cut short, and every way to end has an exit status of its own (errors.py).
@@ -52,9 +52,16 @@ def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
 # What `replay` and `fuzz` have in common.
 _subject_options = _options(
     click.option("--preset", help="Model geometry. Default: the system's own, such as deepseek_v32 on a GPU."),
-    click.option("--subject", help="Pipeline under test: a shipped or installed name, or module:attribute."),
+    click.option("--subject", help="Pipeline under test: a name of `dsa-verify subjects`, or module:attribute."),
     click.option("--fault", help="Plant a fault in the subject: NAME or NAME:FIELD (see `dsa-verify faults`)."),
     click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:INDEX."),
+    click.option(
+        "--waivers",
+        type=click.Path(path_type=Path, dir_okay=False),
+        metavar="FILE",
+        help="Ledger of known differences, instead of the shipped one.",
+    ),
+    click.option("--no-waivers", is_flag=True, help="Judge known differences, too."),
 )
 _shape_options = _options(
     click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True),
@@ -91,6 +98,9 @@ _output_options = _options(
     "--rounds", type=click.IntRange(min=0), help="Rounds of each configuration. Default: as scripted, 17 (padded: 68)."
 )
 @_shape_options
+@click.option(
+    "--edges", is_flag=True, help="Beside the matrix: tables with a gap behind each row, tables of 2**31 elements."
+)
 @click.option("--keep-going", is_flag=True, help="Go on to the next configuration after a finding.")
 @click.option("--junit", "junit_path", type=click.Path(path_type=Path), help="Write JUnit XML there.")
 @_output_options
@@ -154,6 +164,16 @@ def doctor(device: str) -> None:
     from dsa_verify.commands.doctor import run
 
     sys.exit(run(settled))
+
+
+@cli.command()
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:INDEX.")
+def subjects(device: str) -> None:
+    """List the pipelines that `--subject` knows by name, those of serving engines included, and which can run here."""
+    settled = _settle(device)
+    from dsa_verify.commands.subjects import run
+
+    run(settled)
 
 
 @cli.command()

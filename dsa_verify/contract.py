@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from enum import Enum
 from typing import Final
 
@@ -69,8 +69,8 @@ class Field:
     `column_start + c * column_step` is below the bound `live` of the row's request. `live_token_rows`: rows beyond this
     round's token total are dead. `low`/`high`: the legal values are low <= v < high. `alias`: this field is a view of
     that field's buffer (contract 1.1); it owns no memory. `shared`: one buffer serves all buckets, each seeing its
-    first rows. `bound`, of a float32 field: |got - want| <= bound * max(|want|, floor). `section` is where contract.md
-    states the rule.
+    first rows. `row_gap`: elements of memory behind each row that nobody may write. `bound`, of a float32 field:
+    |got - want| <= bound * max(|want|, floor). `section` is where contract.md states the rule.
     """
 
     name: str
@@ -90,6 +90,7 @@ class Field:
     lifetime: Lifetime = Lifetime.REPLAY
     alias: str | None = None
     shared: bool = False
+    row_gap: int = 0
     bound: float = 0.0
     floor: float = 1.0
 
@@ -139,6 +140,12 @@ class Layout:
     def __contains__(self, name: object) -> bool:
         return any(field.name == name for field in self.fields)
 
+    def without(self, names: Collection[str]) -> Layout:
+        """The same but for the fields `names`, none of which may be what another field is a view of."""
+        fields = tuple(field for field in self.fields if field.name not in names)
+        assert all(field.alias not in names for field in fields), f"a view of one of {sorted(names)} is kept"
+        return dataclasses.replace(self, fields=fields)
+
     def for_oracle(self) -> Layout:
         """The same fields with identical rows of one request stored once, and nothing shared between buckets."""
         fields = tuple(
@@ -146,6 +153,7 @@ class Layout:
                 field,
                 shape=(self.bucket, *field.shape[1:]) if field.one_row_per_request else field.shape,
                 shared=False,
+                row_gap=0,
             )
             for field in self.fields
         )

@@ -10,15 +10,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
 
+from dsa_verify import diagnose_dcp
 from dsa_verify.contract import Compare, Field, Layout, Live, Row
 from dsa_verify.findings import Diagnosis
 from dsa_verify.judge import Difference, Phase
 from dsa_verify.law_watch import law_of, scheduled
+from dsa_verify.laws import LawBreak
 from dsa_verify.layouts.indexer import scheduled_lengths
 from dsa_verify.poison import plausible_word
 from dsa_verify.regions import LOUD_WORD, Region
@@ -45,6 +47,7 @@ class Moment:
     token_rows: int
     poison: str
     want: dict[str, torch.Tensor]
+    inputs: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def batch_row(self, field: Field, row: int) -> int | None:
         """The batch row that `row` of `field` stands for; None if it stands for none in this round."""
@@ -72,16 +75,29 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Everything the diagnosis may look at: the layout, this round, earlier ones (latest last) and the capture."""
+    """Everything the diagnosis may look at: the layout, this round, earlier ones (latest last) and the capture.
+
+    `owner_of`: (request, token) whose slot this is; by default the one that page ids of this harness stand for.
+    """
 
     layout: Layout
     now: Moment
     earlier: Sequence[Moment]
     capture: Moment
+    owner_of: Callable[[int], tuple[int, int] | None] | None = None
+
+    def owner(self, slot: int) -> tuple[int, int] | None:
+        """(request, token) whose slot `slot` is; None if nobody's."""
+        if self.owner_of is not None:
+            return self.owner_of(slot)
+        owner = owner_of_slot(self.layout.geometry, slot)
+        return None if owner is None else owner[:2]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Element:
+class Element:
+    """One differing element, for the explanations: what a word of it is, and what it must be."""
+
     field: Field
     region: Region
     row: int
@@ -94,7 +110,7 @@ class _Element:
 def diagnose_field(evidence: Evidence, differences: Sequence[Difference]) -> tuple[Diagnosis, str, str]:
     """(diagnosis, sentence, place) for the first differing elements of one field in one round."""
     field = evidence.layout[differences[0].region.name]
-    elements = [_Element(field, d.region, d.row, d.column, d.word, d.got, d.want) for d in differences]
+    elements = [Element(field, d.region, d.row, d.column, d.word, d.got, d.want) for d in differences]
     first = elements[0]
     if field.compare is Compare.ITEMS and first.row == 0:
         elements = [e for e in elements if e.row == 0]  # with a wrong head the rows it counts mean nothing
@@ -148,8 +164,12 @@ def describe_place(evidence: Evidence, field: Field, row: int, column: int) -> s
             words.append(f"batch row {batch_row}, request {now.requests[batch_row]}, length {now.seq_lens[batch_row]}")
             if field.row is Row.TOKEN:
                 words.append(f"draft position {row - now.row_request.index(batch_row)}")
-            elif field.columns > 1 and not field.column_step:
+            elif field.columns == geometry.draft_tokens > 1 and not field.column_step:
                 words.append(f"draft position {column}")
+            if evidence.layout.system == "dcp" and field.columns > 1 and not field.column_step:
+                words.append(diagnose_dcp.entry(evidence, field.name, column))
+            if field.name == "page_table":  # of full width, so without a step (contract 7.1)
+                words.append(f"page {column}")
     if field.live is Live.CANDIDATES:
         words.append(f"pool candidate {column}")
     elif field.column_step:
@@ -162,7 +182,13 @@ def describe_place(evidence: Evidence, field: Field, row: int, column: int) -> s
 def explain_guard(difference: Difference, count: int) -> tuple[Diagnosis, str]:
     """Which field was overrun, on which side and by how much; `count`: words of this guard that changed."""
     after, before = difference.region.neighbours
-    words = difference.region.got.shape[1]
+    rows, words = difference.region.got.shape
+    if rows > 1 or after == before:
+        return (
+            Diagnosis.PAST_THE_END,
+            f"wrote {count * 4} bytes into the gap behind the rows of {after}, the first {difference.column * 4} bytes "
+            f"beyond the end of row {difference.row}",
+        )
     from_start, to_end = difference.column * 4, (words - difference.column) * 4
     if before is None or (after is not None and from_start < to_end):
         return (
@@ -175,21 +201,21 @@ def explain_guard(difference: Difference, count: int) -> tuple[Diagnosis, str]:
     )
 
 
-def broken_laws(evidence: Evidence, region: Region) -> str:
-    """What the schedule in `region` does to its tiles, by the laws alone; empty if it breaks none (contract 3.5)."""
+def broken_law(evidence: Evidence, region: Region) -> LawBreak | None:
+    """What the schedule in `region` does to its tiles, by the laws alone; None if it breaks none (contract 3.5)."""
     found = scheduled_lengths(region.name)
     assert found is not None, f"{region.name} is no schedule"
     name, clamped = found
     law = law_of(evidence.layout, evidence.now.want[name])
     lengths = scheduled(law.variant, evidence.now.want[name].cpu(), clamped)
     breaks = law.judge(region.got.cpu().contiguous(), lengths.contiguous())
-    return "".join(f"; {broken.sentence}" for broken in breaks[:1])
+    return breaks[0] if breaks else None
 
 
 # Explanations, in the order in which they are preferred -------------------------------------------------------------
 
 
-def _never_written(evidence: Evidence, e: _Element) -> Explanation | None:
+def _never_written(evidence: Evidence, e: Element) -> Explanation | None:
     now = evidence.now
     if e.got == LOUD_WORD:
         since = "at all" if now.poison == "stale" else "in this replay"
@@ -199,7 +225,7 @@ def _never_written(evidence: Evidence, e: _Element) -> Explanation | None:
     return None
 
 
-def _other_request_in_table(evidence: Evidence, e: _Element) -> Explanation | None:
+def _other_request_in_table(evidence: Evidence, e: Element) -> Explanation | None:
     """A slot says whose token it is; the right position of the wrong request is a wrong map, not a wrong page."""
     if not _is_table(e.field) or evidence.now.poison == "stale":
         return None
@@ -219,7 +245,7 @@ def _other_request_in_table(evidence: Evidence, e: _Element) -> Explanation | No
     return Diagnosis.REQUEST_MAP, f"that is the same place of request {owner[0]}"
 
 
-def _earlier_round(evidence: Evidence, e: _Element) -> Explanation | None:
+def _earlier_round(evidence: Evidence, e: Element) -> Explanation | None:
     for moment in reversed(evidence.earlier):
         if moment.value(e.field, e.row, e.column) == e.got:
             if evidence.now.poison == "stale":
@@ -231,13 +257,13 @@ def _earlier_round(evidence: Evidence, e: _Element) -> Explanation | None:
     return None
 
 
-def _capture(evidence: Evidence, e: _Element) -> Explanation | None:
+def _capture(evidence: Evidence, e: Element) -> Explanation | None:
     if evidence.capture.value(e.field, e.row, e.column) == e.got:
         return Diagnosis.FROZEN, "it is the value for the inputs at capture, so something was frozen at capture"
     return None
 
 
-def _other_row(evidence: Evidence, e: _Element) -> Explanation | None:
+def _other_row(evidence: Evidence, e: Element) -> Explanation | None:
     now = evidence.now
     batch_row = now.batch_row(e.field, e.row)
     if e.field.row not in (Row.REQUEST, Row.TOKEN) or e.field.column_step or batch_row is None:
@@ -249,7 +275,7 @@ def _other_row(evidence: Evidence, e: _Element) -> Explanation | None:
             same = 0 <= neighbour < now.token_rows and now.row_request[neighbour] == batch_row
             if same and now.value(e.field, neighbour, e.column) == e.got:
                 return Diagnosis.DRAFT_OFFSET, f"that is the value of draft position {neighbour - first}"
-        if abs(e.got - e.want) == 1 and e.field.dtype != "float32":
+        if abs(e.got - e.want) == 1 and e.field.dtype != "float32" and e.field.columns == 1:
             return Diagnosis.DRAFT_OFFSET, f"it is {e.got - e.want:+d} token: the draft position counts from elsewhere"
     position = e.row - now.row_request.index(batch_row) if e.field.row is Row.TOKEN else 0
     for other in range(now.bucket):
@@ -263,7 +289,7 @@ def _other_row(evidence: Evidence, e: _Element) -> Explanation | None:
     return None
 
 
-def _out_of_range(evidence: Evidence, e: _Element) -> Explanation | None:
+def _out_of_range(evidence: Evidence, e: Element) -> Explanation | None:
     if e.field.low <= e.got < e.field.high or e.field.dtype == "float32":
         return None
     why = f"legal values are {e.field.low} to {e.field.high - 1}"
@@ -272,7 +298,7 @@ def _out_of_range(evidence: Evidence, e: _Element) -> Explanation | None:
     return Diagnosis.OUT_OF_RANGE, why
 
 
-def _inexact(evidence: Evidence, e: _Element) -> Explanation | None:
+def _inexact(evidence: Evidence, e: Element) -> Explanation | None:
     if e.field.compare is not Compare.CLOSE:
         return None
     got, want = as_float(e.got), as_float(e.want)
@@ -282,7 +308,7 @@ def _inexact(evidence: Evidence, e: _Element) -> Explanation | None:
     return Diagnosis.WRONG_VALUE, f"it is off by {error:.2g} where {e.field.bound:.2g} is allowed"
 
 
-def _boundary(evidence: Evidence, e: _Element) -> Explanation | None:
+def _boundary(evidence: Evidence, e: Element) -> Explanation | None:
     geometry = evidence.layout.geometry
     if e.field.row not in (Row.REQUEST, Row.TOKEN) or e.field.dtype == "float32":
         return None
@@ -294,6 +320,8 @@ def _boundary(evidence: Evidence, e: _Element) -> Explanation | None:
             what = "slot" if e.field.column_step == 1 else "page"
             return Diagnosis.BOUNDARY, f"it is the right value {e.got - e.want:+d} {what}"
         return None
+    if e.field.name == "page_table" and abs(e.got - e.want) == 1:
+        return Diagnosis.BOUNDARY, f"it is the right value {e.got - e.want:+d} page"
     steps = (
         (1, "token"),
         (geometry.draft_tokens, "draft length"),
@@ -309,7 +337,7 @@ def _boundary(evidence: Evidence, e: _Element) -> Explanation | None:
     return None
 
 
-def _prefix_step(evidence: Evidence, e: _Element) -> Explanation | None:
+def _prefix_step(evidence: Evidence, e: Element) -> Explanation | None:
     if e.field.row not in (Row.REQUEST_PREFIX, Row.TOKEN_PREFIX):
         return None
     return (
@@ -323,14 +351,14 @@ def _is_table(field: Field) -> bool:
     return field.column_step > 0 and field.column_start == 0 and field.live is Live.TOKENS
 
 
-def _owner(evidence: Evidence, e: _Element, value: int) -> tuple[int, int] | None:
+def _owner(evidence: Evidence, e: Element, value: int) -> tuple[int, int] | None:
     """(request, token) of a table value; a page number stands for its first token."""
-    owner = owner_of_slot(evidence.layout.geometry, value * e.field.column_step)
-    return None if owner is None else owner[:2]
+    return evidence.owner(value * e.field.column_step)
 
 
-EXPLANATIONS: Final[tuple[Callable[[Evidence, _Element], Explanation | None], ...]] = (
+EXPLANATIONS: Final[tuple[Callable[[Evidence, Element], Explanation | None], ...]] = (
     _never_written,
+    *diagnose_dcp.EXPLANATIONS,
     _other_request_in_table,
     _earlier_round,
     _capture,

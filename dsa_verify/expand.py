@@ -59,7 +59,8 @@ def _dcp(geometry: Geometry, drawn: Tensors, req_to_token: torch.Tensor, seed: t
     batch, topk = lengths.shape[0], geometry.topk
     # Any position of the request, in any order; the second half of a row has holes.
     drawn_at = _hash((batch, topk), seed, 1)
-    chosen = req_to_token[requests[:, None], drawn_at % lengths.clamp(min=1)[:, None]]
+    position = drawn_at % lengths.clamp(min=1)[:, None]
+    chosen = req_to_token[requests[:, None], position]
     column = torch.arange(topk, device=lengths.device)
     empty = (lengths[:, None] == 0) | ((column >= topk // 2) & (drawn_at % 3 == 0))
     lse, special = _partial_lse(geometry, batch, seed)
@@ -70,6 +71,7 @@ def _dcp(geometry: Geometry, drawn: Tensors, req_to_token: torch.Tensor, seed: t
         "out_cache_loc": slots,
         # Of the slot, not of the row: two batch rows may be one request, and what they write is then the same.
         "kv_rows": _mix(slots[:, None] * KV_WORDS + word, seed, 3).int(),
+        "selected_positions": torch.where(empty, -1, position),
         "selection": torch.where(empty, -1, chosen),
         # A rank without weight must hand over finite values, by contract zeros (8.7).
         "partial_out": torch.where(special[..., None], 0.0, out),

@@ -8,6 +8,7 @@ pages. No host value is read, so the step can be captured in a graph and replaye
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Sequence
 from typing import Final
 
@@ -25,7 +26,7 @@ from dsa_verify.subject import Inputs
 _DTYPES: Final = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
 _STRIDE: Final = 2  # of a strided input view
 _OFFSET: Final = 1  # elements before an offset view: less than the 16 bytes that compilers hope for
-_ROW_SLACK: Final = 64  # columns that a strided req_to_token row has beyond its width
+_ROW_SLACK: Final = 64  # columns that a strided row has beyond its width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +187,7 @@ class Feed:
         geometry = self.geometry
         base = (generations % DISJOINT_GENERATIONS) * geometry.request_rows + rows
         ordinal = base[:, None] * geometry.pages_per_row + self._pages
-        page_id = 1 + (ordinal * PAGE_ID_MULTIPLIER) % geometry.page_id_space
+        page_id = geometry.first_page + (ordinal * PAGE_ID_MULTIPLIER) % geometry.page_id_space
         slots = (page_id[:, :, None] * geometry.allocator_page + self._offsets).flatten(1)
         slots = slots[:, : geometry.token_columns].to(torch.int32)
         return torch.where(rows[:, None] == PAD_REQUEST, torch.zeros_like(slots), slots)
@@ -213,12 +214,15 @@ class Feed:
         return torch.cat([slots, torch.full_like(slots[:1], -1)]).int()
 
     def _buffer(self, spec: StaticInput, form: str) -> torch.Tensor:
-        """For the widest batch. Only vectors are strided or offset: of the others, rows are whole."""
+        """For the widest batch. Of a matrix the rows are whole, with a gap behind each where it is strided; what has
+        more dimensions is always plain."""
         shape, dtype = spec.shape(self._widest), _DTYPES[spec.dtype]
         if form == "strided" and len(shape) == 1:
             return torch.zeros(shape[0] * _STRIDE, dtype=dtype, device=self._device)[::_STRIDE]
-        if form == "offset" and len(shape) == 1:
-            return torch.zeros(shape[0] + _OFFSET, dtype=dtype, device=self._device)[_OFFSET:]
+        if form == "strided" and len(shape) == 2:
+            return torch.zeros((shape[0], shape[1] + _ROW_SLACK), dtype=dtype, device=self._device)[:, : shape[1]]
+        if form == "offset" and len(shape) <= 2:
+            return torch.zeros(math.prod(shape) + _OFFSET, dtype=dtype, device=self._device)[_OFFSET:].view(shape)
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
     def _token_table(self, form: str) -> torch.Tensor:

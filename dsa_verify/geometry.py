@@ -22,6 +22,8 @@ MAX_SLOTS: Final = 1 << 31
 MIN_DRAFT_STEPS, MAX_DRAFT_STEPS = 2, 8
 INDEX_DTYPES: Final = ("int64", "int32")
 INPUT_VIEWS: Final = ("plain", "offset", "strided")
+TABLE_VIEWS: Final = ("plain", "strided")
+TABLE_GAP: Final = 64  # elements behind each row of a strided table
 PADDED_MODES: Final = ("decode", "verify", "draft_block", "draft_extend")
 LOG_BASES: Final = ("2", "e")
 # Page ids of a request row change with its generation; so many generations of all rows are pairwise disjoint.
@@ -36,8 +38,12 @@ class Geometry:
     `draft_tokens`: N (1 in decode). `request_rows`: rows of `req_to_token`, row 0 being the pad request.
     `table_width`: columns of `page_table_1` (0: `context`); a length beyond it is legal and must not be written.
     `token_table_width`: columns of `req_to_token` (0: `context + draft_tokens` rounded up to 64 and one page more).
+    `first_page`: the lowest page id that a request may hold, page 0 being the pad request's; a large pool's ids cost
+    no memory but in the pools of dcp.
     `architecture`: 90 or 100, which decides the form of `paged_mqa_ctx_lens_2d` (contract 1.2).
     `index_dtype`: dtype of `seq_lens` and `req_pool_indices`. `input_view`: how the input tensors lie in memory.
+    `table_view`: how the page tables that a subject is given lie: rows adjacent, or "strided" with a guarded gap
+    behind each; engines have them adjacent, and a copy may ask for it (contract 2.2).
     `wide_table`: whether `page_table_1` exists (contract 1.5).
     `draft_steps`: n speculative steps, of mtp alone; its n - 1 draft backends are the destinations (contract 2).
     `indexer`: whether the indexer's metadata (schedule, top-k plan; with pooling its views and write plan) is part of
@@ -58,9 +64,11 @@ class Geometry:
     request_rows: int = 97
     table_width: int = 0
     token_table_width: int = 0
+    first_page: int = 1
     architecture: int = 90
     index_dtype: str = "int64"
     input_view: str = "plain"
+    table_view: str = "plain"
     wide_table: bool = True
     draft_steps: int = 4
     indexer: bool = False
@@ -92,6 +100,11 @@ class Geometry:
         return -(-self.columns // self.page_size)
 
     @property
+    def table_gap(self) -> int:
+        """Elements behind each row of a page table that nobody may write."""
+        return TABLE_GAP if self.table_view == "strided" else 0
+
+    @property
     def allocator_page(self) -> int:
         """A: tokens whose slots are consecutive and aligned (contract 0.1)."""
         return self.page_size * self.pool_size * self.dcp_size
@@ -109,13 +122,13 @@ class Geometry:
 
     @property
     def page_id_space(self) -> int:
-        """Power of two that page ids are drawn below, before the reserved page 0 is added."""
+        """Power of two that page ids are drawn below, before `first_page` is added."""
         return 1 << (DISJOINT_GENERATIONS * self.request_rows * self.pages_per_row - 1).bit_length()
 
     @property
     def slots(self) -> int:
         """Token slots of the pool; every entry of `req_to_token` is below it."""
-        return (self.page_id_space + 1) * self.allocator_page
+        return (self.page_id_space + self.first_page) * self.allocator_page
 
     @classmethod
     def resolve(cls, preset: str, overrides: Mapping[str, Any] | None = None, *, where: str = "") -> Geometry:
@@ -160,6 +173,7 @@ class Geometry:
             ("request_rows", 2, 2 * MAX_BATCH + 1),
             ("table_width", 0, MAX_CONTEXT_TOKENS),
             ("token_table_width", 0, 2 * MAX_CONTEXT_TOKENS),
+            ("first_page", 1, MAX_SLOTS),
             ("multiprocessors", 1, 1024),
             ("window", 1, 1024),
             ("sparse_ratio", 1, 1024),
@@ -183,6 +197,7 @@ class Geometry:
         named: tuple[tuple[str, Iterable[str]], ...] = (
             ("index_dtype", INDEX_DTYPES),
             ("input_view", INPUT_VIEWS),
+            ("table_view", TABLE_VIEWS),
             ("schedule", VARIANTS),
             ("plan_rules", PLAN_RULES),
             ("padded_mode", PADDED_MODES),
@@ -215,13 +230,15 @@ class Geometry:
             )
         if self.slots > MAX_SLOTS:
             raise UsageError(
-                f"{where}request_rows: {self.request_rows} rows of {self.token_columns} tokens need {self.slots} "
-                f"slots, more than int32 holds ({MAX_SLOTS}); lower request_rows or context"
+                f"{where}request_rows: {self.request_rows} rows of {self.token_columns} tokens from page "
+                f"{self.first_page} on need {self.slots} slots, more than int32 holds ({MAX_SLOTS}); lower "
+                "request_rows, context or first_page"
             )
 
 
 PRESETS: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v32": {"context": 131_072, "page_size": 64, "topk": 2048},
+    "deepseek_v32_indexer": {"context": 131_072, "page_size": 64, "topk": 2048, "indexer": True},
     "glm53_flash": {"context": 131_072, "page_size": 64, "topk": 2048, "pool_size": 4, "indexer": True},
     "deepseek_v4": {"context": 131_072, "page_size": 256, "topk": 512},
     # Every boundary within reach of small numbers; the width is a multiple of neither the page nor a table block.
@@ -244,6 +261,8 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
         "dense_ratio": 8,
         "index_align": 8,
     },
+    # The pages, ratios and alignment of the model, which its own kernels have built in, over a short context.
+    "small_v4": {"context": 1203, "page_size": 256, "topk": 64, "window": 16},
 }
 
 _FIELD_TYPES: Final = {

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from dsa_verify.engines import check_device
+from dsa_verify.errors import NothingVerified
 from dsa_verify.faults import check_field, forgotten_inputs, plant
 from dsa_verify.geometry import Geometry
 from dsa_verify.graphs import Backend
 from dsa_verify.matrix import REMAPS_PER_ROUND
+from dsa_verify.own_form import own_form
 from dsa_verify.replayer import Replayer
 from dsa_verify.rounds import RoundTable, tabulate
 from dsa_verify.scenario import Round, Scenario
-from dsa_verify.subject import SubjectFactory
+from dsa_verify.subject import SubjectFactory, not_covered
 from dsa_verify.systems import System, subject_factory
+from dsa_verify.waivers import NO_WAIVERS, Ledger, Waiver
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """`subject` names what `factory` makes, so that a case can name it; `fault` is planted around it."""
+    """`subject` names what `factory` makes, so that a case can name it; `fault` is planted around it. `not_covered`:
+    by field that is not compared in any bucket that has it, why. `waivers`: those of `ledger` that apply.
+    """
 
     system: System
     geometry: Geometry
@@ -30,6 +36,9 @@ class Job:
     fault: str | None
     factory: SubjectFactory
     backend: Backend
+    not_covered: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ledger: Ledger = NO_WAIVERS
+    waivers: tuple[Waiver, ...] = ()
 
     @classmethod
     def make(
@@ -41,12 +50,17 @@ class Job:
         subject: str | SubjectFactory | None,
         fault: str | None,
         backend: Backend,
+        ledger: Ledger = NO_WAIVERS,
     ) -> Job:
         """A job; `subject` is a reference, or the factory itself where it has no name to be loaded by."""
-        factory = subject_factory(system, subject)[1] if subject is None or isinstance(subject, str) else subject
-        label = cls.label_of(system, subject)
+        label, factory = cls.factory_of(system, subject)
+        check_device(label, backend.device)
         # Refuse a geometry that the system has no layout for, a wrong name or field now, not at the first capture.
         layouts = [system.layout(geometry, bucket) for bucket in buckets]
+        missing = {k: v for layout in layouts for k, v in not_covered(factory, layout, backend.device).items()}
+        layouts = [layout.without(missing) for layout in layouts]
+        if not any(layout.fields for layout in layouts):
+            raise NothingVerified(f"subject {label!r} covers no field of {system.name}: {_reasons(missing)}")
         if fault is not None:
             plant(fault, factory, system.name)
             check_field(fault, layouts)
@@ -59,15 +73,18 @@ class Job:
             fault=fault,
             factory=factory,
             backend=backend,
+            not_covered=missing,
+            ledger=ledger,
+            waivers=ledger.applying(system.name, label, geometry, buckets, factory),
         )
 
     @staticmethod
-    def label_of(system: System, subject: str | SubjectFactory | None) -> str:
-        """What results and cases call `subject`."""
+    def factory_of(system: System, subject: str | SubjectFactory | None) -> tuple[str, SubjectFactory]:
+        """What results and cases call `subject`, and what makes it."""
         if subject is None or isinstance(subject, str):
-            return subject_factory(system, subject)[0]
+            return subject_factory(system, subject)
         module, name = getattr(subject, "__module__", None), getattr(subject, "__qualname__", None)
-        return f"{module}:{name}" if module and name else repr(subject)
+        return f"{module}:{name}" if module and name else repr(subject), subject
 
     def open(self, rounds: int, remap_slots: int = REMAPS_PER_ROUND, *, record: bool = False) -> Replayer:
         """Allocate and capture for tables of up to `rounds` rounds."""
@@ -83,6 +100,9 @@ class Job:
             remap_slots=remap_slots,
             record=record,
             forget=forgotten_inputs(self.fault),
+            leave_out=self.not_covered,
+            form=own_form(self.factory),
+            waivers=self.waivers,
         )
 
     def table(self, rounds: Sequence[Round], remap_slots: int = REMAPS_PER_ROUND) -> RoundTable:
@@ -113,3 +133,7 @@ class Job:
 def remap_slots_of(rounds: Sequence[Round]) -> int:
     """Remapped requests of the round that has most of them."""
     return max((len(set(round_.remap)) for round_ in rounds), default=0)
+
+
+def _reasons(missing: Mapping[str, str]) -> str:
+    return "; ".join(dict.fromkeys(missing.values())) or "its layout is empty"

@@ -21,6 +21,7 @@ from dsa_verify.kpool_rules import shortest_length
 from dsa_verify.ragged_rules import graph_tokens
 from dsa_verify.rounds import PAD_REQUEST, Array, RoundTable, complete_table, seq_len_fill, tabulate
 from dsa_verify.scenario import POISONS, SEED_LIMIT, Round, pooled_indexer
+from dsa_verify.schedules import VARIANTS, Placement
 from dsa_verify.systems import System
 
 BATCHES: Final = (1, 4, 16, 48)
@@ -33,26 +34,29 @@ CHUNK_ROUNDS: Final = 512  # rounds between two polls of the judge
 REMAPS_PER_ROUND: Final = 4
 LONG_LENGTH: Final = 100_001  # the length the published 272-replay diagnostic goes up to
 
+_UNDEFINED_ROWS: Final = 32  # a schedule over so many rows, or a multiple, must not be of lengths 0 alone
 _FORMS: Final = ("plain", "offset", "strided")
 _INDEX_DTYPES: Final = ("int64", "int32")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """One configuration: what is captured, and how many rounds to replay from which seed."""
+    """One configuration: what is captured, and how many rounds to replay from which seed. `note`: what is special."""
 
     system: System
     geometry: Geometry
     buckets: tuple[int, ...]
     rounds: int
     seed: int
+    note: str = ""
 
     @property
     def name(self) -> str:
-        """Batch, draft length and the form of the inputs."""
+        """Batch, draft length, the form of the inputs, and what is special."""
         geometry = self.geometry
         draft = f", N {geometry.draft_tokens}" if self.system.drafts else ""
-        return f"batch {self.buckets[0]}{draft}, {geometry.index_dtype}, {geometry.input_view}"
+        note = f", {self.note}" if self.note else ""
+        return f"batch {self.buckets[0]}{draft}, {geometry.index_dtype}, {geometry.input_view}{note}"
 
     def chunks(self) -> Iterator[RoundTable]:
         """The rounds, in tables of at most CHUNK_ROUNDS."""
@@ -156,8 +160,11 @@ def _scripted(config: Config, rng: np.random.Generator, count: int) -> list[Roun
     values = boundaries(geometry)
     rows = rng.permutation(np.arange(1, geometry.request_rows))
     rounds = []
-    for i, (bucket, raw) in enumerate(_script_shapes(system, config.buckets)[:count]):
+    for i, (bucket, wanted) in enumerate(_script_shapes(system, config.buckets)[:count]):
+        raw = min(wanted, len(rows))
         lengths = np.maximum(_script_lengths(i, raw, values, geometry.context), shortest_seq_len(system, geometry))
+        if raw == bucket and not lengths.any() and undefined_when_empty(system, geometry, bucket):
+            lengths[0] = 1
         if i % 2:
             rows = np.roll(rows, 1)  # every request moves to another batch row
         if i % 7 == 6:
@@ -248,6 +255,14 @@ def _within(wanted: Array, room: Array) -> Array:
 def shortest_seq_len(system: str, geometry: Geometry) -> int:
     """0, but for a write plan, whose first pool must not lie before position 0 (contract 4.2)."""
     return shortest_length(system, geometry) if pooled_indexer(geometry) else 0  # type: ignore[arg-type]
+
+
+def undefined_when_empty(system: str, geometry: Geometry, bucket: int) -> bool:
+    """Whether a full batch of lengths 0 has no defined schedule (contract 3.6)."""
+    if not geometry.indexer or VARIANTS[geometry.schedule].placement is not Placement.TAIL:
+        return False
+    rows = bucket * (geometry.draft_tokens if system == "draft_extend" else 1)
+    return rows % _UNDEFINED_ROWS == 0
 
 
 def _random(config: Config, rng: np.random.Generator, count: int, generations: Array) -> RoundTable:

@@ -135,7 +135,7 @@ def guard_regions(arena: Arena, kind: Kind) -> list[Region]:
         Region(
             kind=kind,
             name=guard.after or guard.before or "",
-            got=guard.words.view(1, -1),
+            got=guard.words.view(1, -1) if guard.words.dim() == 1 else guard.words,
             constant=GUARD_WORD,
             poisonable=True,
             neighbours=(guard.after, guard.before),

@@ -18,22 +18,32 @@ import torch
 
 from dsa_verify.allocations import Allocations
 from dsa_verify.arena import TORCH_DTYPES, Arena, Identity
-from dsa_verify.canonical import canonical
+from dsa_verify.canonical import CanonicalClose, CanonicalItems, canonical
 from dsa_verify.compilations import count_compilations
-from dsa_verify.contract import Layout
-from dsa_verify.errors import CaptureError, DeviceLost, DsaVerifyError, HarnessError, ReplayError, UsageError
+from dsa_verify.contract import Compare, Layout, Row
+from dsa_verify.errors import (
+    CaptureError,
+    DeviceLost,
+    DsaVerifyError,
+    HarnessError,
+    NothingVerified,
+    ReplayError,
+    UsageError,
+)
 from dsa_verify.feed import Feed
 from dsa_verify.geometry import Geometry
 from dsa_verify.glue_routing import Route, route
 from dsa_verify.graphs import Backend, Graph
 from dsa_verify.judge import RING_ENTRIES, Judge, Phase, Tally
 from dsa_verify.law_watch import LawWatch
+from dsa_verify.own_form import CONTRACT_FORM, OwnForm, OwnRows
 from dsa_verify.poison import Poison
 from dsa_verify.regions import (
     LOUD_WORD,
     Control,
     Kind,
     Region,
+    as_words,
     beyond_regions,
     field_regions,
     guard_regions,
@@ -44,6 +54,8 @@ from dsa_verify.regions import (
 from dsa_verify.rounds import RoundTable
 from dsa_verify.subject import Buffers, Inputs, Routed, Subject, SubjectFactory, current_outputs
 from dsa_verify.systems import System
+from dsa_verify.waived_words import WaivedWords
+from dsa_verify.waivers import Waiver
 
 ORACLE_WORD: Final = -0x4D4D4D4E  # int32 of 0xB2B2B2B2: what the oracle has not written is no poison of the subject
 # The first call of before_replay may make its constants lazily (contract 3.7); a later one must keep nothing.
@@ -107,6 +119,7 @@ class Lane:
     judge_filled: Callable[[], None] | None
     judge_laws: Callable[[], None] | None
     laws: LawWatch
+    waived: tuple[WaivedWords, ...]
     routed: Routed | None
     judges: tuple[Judge, ...]
     ledger: dict[str, Identity]
@@ -119,7 +132,9 @@ class Replayer:
 
     `capacity`: rounds of one table at most. `remap_slots`: remapped requests of one round at most. `record`: keep
     what the oracle gave for the capture-time inputs, which the diagnosis compares with, and judge the inputs before the
-    subject could touch them. `forget`: inputs whose pad tails are not reset.
+    subject could touch them. `forget`: inputs whose pad tails are not reset. `leave_out`: fields that are not compared.
+    `form`: what the subject has otherwise than the contract, and rightly so.
+    `waivers`: known differences, which the judge does not see.
     """
 
     def __init__(
@@ -134,8 +149,11 @@ class Replayer:
         remap_slots: int,
         record: bool = False,
         forget: Collection[str] = (),
+        leave_out: Collection[str] = (),
+        form: OwnForm = CONTRACT_FORM,
+        waivers: Collection[Waiver] = (),
     ):
-        self._record = record
+        self._record, self._waivers, self._form = record, waivers, form
         self.system, self.geometry, self.backend = system, geometry, backend
         self.device = backend.device
         self.address_changes: list[AddressChange] = []
@@ -155,7 +173,7 @@ class Replayer:
             remap_slots=remap_slots,
             forget=forget,
         )
-        layouts = [system.layout(geometry, bucket) for bucket in order]
+        layouts = [without_pools(system.layout(geometry, bucket), leave_out) for bucket in order]
         self.arena = Arena(layouts, self.device, LOUD_WORD)
         self.oracle_arena = Arena([layout.for_oracle() for layout in layouts], self.device, ORACLE_WORD)
         # The oracle shares neither pool nor stream with what it judges.
@@ -164,7 +182,7 @@ class Replayer:
         self._compilations = count_compilations()
         self.lanes: dict[int, Lane] = {}
         for layout in layouts:
-            self.lanes[layout.bucket] = self._open_lane(layout, factory)
+            self.lanes[layout.bucket] = self._open_lane(form.layout(layout.without(leave_out)), factory)
         for lane in self.lanes.values():
             lane.ledger = self._identities(lane)
         self._compilations_at_start = self._compilations()
@@ -202,6 +220,18 @@ class Replayer:
                 tallies[lane.bucket] = Tally(compared=seen[0].compared, differing=differing, first=tuple(first))
                 self._check_identities(lane, max(self.rounds_run - 1, 0))
         return tallies
+
+    def to_explain(self) -> list[tuple[int, int, WaivedWords]]:
+        """(first round, bucket, words) where a waiver has covered words of which it is not known yet whether they are
+        what it is for, earliest first; synchronises."""
+        found = []
+        with _device_errors():
+            for bucket, lane in self.lanes.items():
+                for words in lane.waived:
+                    first = -1 if words.explained or not words.waiver.sampled else words.seen().first_round
+                    if first >= 0:
+                        found.append((first, bucket, words))
+        return sorted(found, key=lambda each: each[0])
 
     # One round -------------------------------------------------------------------------------------------------
 
@@ -310,17 +340,38 @@ class Replayer:
         buffers, oracle_buffers = self.arena.at(bucket), self.oracle_arena.at(bucket)
         oracle_graph, oracle = self._open_oracle(oracle_inputs, oracle_buffers)
         at_capture = host_copy(oracle_buffers) if self._record else {}
-        subject, subject_graph = self._open_subject(bucket, factory, subject_inputs, buffers)
+        waivers = [each for each in self._waivers if each.covers(self.geometry, bucket) and each.field in layout]
+        frozen = {waiver.field: as_words(oracle_buffers[waiver.field]).clone() for waiver in waivers}
+        subject, subject_graph = self._open_subject(layout, factory, subject_inputs, buffers)
         outputs = current_outputs(subject, buffers)
         raw = field_regions(layout, outputs, oracle_buffers, control)
-        items = canonical(layout, outputs, oracle_buffers)
+        items: dict[str, CanonicalItems | CanonicalClose | OwnRows] = {
+            **canonical(layout, outputs, oracle_buffers),
+            **self._form.rows(layout, outputs, oracle_buffers, oracle_inputs, control),
+        }
+        regions = {region.name: region for region in raw}
         copies = {name: item.copy for name, item in items.items()}
+        waived = [
+            WaivedWords(
+                waiver,
+                regions[waiver.field],
+                outputs[waiver.field],
+                copies.get(waiver.field),
+                at_capture=frozen[waiver.field],
+                whole=layout[waiver.field].compare is Compare.ITEMS,
+                round_index=feed.round_index,
+            )
+            for waiver in waivers
+            if waiver.field in regions
+        ]
+        righted = {words.waiver.field: words.copy for words in waived}
+        copies |= righted
         fields = field_regions(layout, {**outputs, **copies}, oracle_buffers, control)
         subject_regions = [*guard_regions(self.arena, Kind.GUARD), *beyond_regions(self.arena, bucket)]
         all_inputs = input_regions(subject_inputs, oracle_inputs)
         constants = [region for region in all_inputs if region.name in _CONSTANT_INPUTS]
         changing = [region for region in all_inputs if region.name not in _CONSTANT_INPUTS]
-        laws = LawWatch(layout, outputs, oracle_buffers)
+        laws = LawWatch(layout, {**outputs, **righted}, oracle_buffers)
         ready_names = getattr(subject, "ready_before_graph", ())
         judge, private, ready, filled, lawful = (
             Judge(regions, self.device, feed.round_index)
@@ -337,10 +388,14 @@ class Replayer:
         def prepare() -> None:
             feed.step(bucket)
             poison.launch()
+            for words in waived:
+                words.remember()
 
         def look(judge: Judge, phase: Phase) -> None:
             for item in items.values():
                 item.update()
+            for words in waived:
+                words.update(phase)
             judge.launch(phase)
 
         def look_at_laws() -> None:
@@ -368,6 +423,7 @@ class Replayer:
             judge_filled=if_any(filled, lambda: filled.launch(Phase.FILLED)),
             judge_laws=if_any(lawful, look_at_laws),
             laws=laws,
+            waived=tuple(waived),
             routed=subject if isinstance(subject, Routed) else None,
             judges=(judge, private, ready, filled, lawful),
             ledger={},
@@ -377,6 +433,8 @@ class Replayer:
         self.feed.reset()
         for each in lane.judges:
             each.reset()
+        for words in lane.waived:
+            words.reset()
         return lane
 
     def _open_oracle(self, inputs: Inputs, buffers: Buffers) -> tuple[Graph, Subject]:
@@ -389,14 +447,14 @@ class Replayer:
             raise HarnessError(f"the oracle of {self.system.name} cannot be captured: {error}") from error
 
     def _open_subject(
-        self, bucket: int, factory: SubjectFactory, inputs: Inputs, buffers: Buffers
+        self, layout: Layout, factory: SubjectFactory, inputs: Inputs, buffers: Buffers
     ) -> tuple[Subject, Graph]:
         stage = "construct"
         try:
             subject = factory()
             stage = "allocate"
             subject.allocate(self.geometry, inputs, buffers)
-            self._check_outputs(subject, buffers)
+            self._check_outputs(subject, buffers, layout)
             stage = "warm-up"
             # Engines warm up before they capture: kernels compile and caches fill outside the graph.
             for _ in range(2):
@@ -404,16 +462,15 @@ class Replayer:
                 subject.in_graph()
             stage = "capture"
             graph = self.backend.capture(subject.in_graph, pool=self._pools[1])
-            self._check_outputs(subject, buffers)
+            self._check_outputs(subject, buffers, layout)
             return subject, graph
         except Exception as error:
-            self._raise_fault(error, stage, bucket)
+            self._raise_fault(error, stage, layout.bucket)
             raise AssertionError from error  # _raise_fault always raises
 
-    def _check_outputs(self, subject: Subject, buffers: Buffers) -> None:
-        """Every field of the layout is there, in its shape and dtype, and an alias is one."""
+    def _check_outputs(self, subject: Subject, buffers: Buffers, layout: Layout) -> None:
+        """Every field of `layout` is there, in its shape and dtype, and an alias is one."""
         outputs = current_outputs(subject, buffers)
-        layout = buffers.layout
         wrong = []
         for field in layout:
             tensor = outputs.get(field.name)
@@ -438,7 +495,7 @@ class Replayer:
         return {field.name: Identity.of(outputs[field.name]) for field in lane.layout if field.name in outputs}
 
     def _raise_fault(self, error: Exception, stage: str, bucket: int) -> None:
-        if isinstance(error, (SubjectFault, DeviceLost, UsageError)):
+        if isinstance(error, (SubjectFault, DeviceLost, UsageError, NothingVerified)):
             raise error
         _raise_if_lost(error)
         if isinstance(error, CaptureError):
@@ -469,6 +526,12 @@ class Replayer:
             phase: self._harness_graph(functools.partial(look, phase)) for phase in (Phase.REPLAY, Phase.SECOND_REPLAY)
         }
         return lambda phase: graphs[phase]()
+
+
+def without_pools(layout: Layout, leave_out: Collection[str]) -> Layout:
+    """`layout` without the pools that are not compared: they are as large as ids of slots are high, and nothing else
+    follows from them."""
+    return layout.without([field.name for field in layout if field.row is Row.SLOT and field.name in leave_out])
 
 
 @contextlib.contextmanager

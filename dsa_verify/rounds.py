@@ -237,7 +237,7 @@ def token_slots(geometry: Geometry, rows: Array, generations: Array) -> Array:
     pages = np.arange(geometry.pages_per_row, dtype=np.int64)
     base = (generations % DISJOINT_GENERATIONS) * geometry.request_rows + rows
     ordinal = base[:, None] * geometry.pages_per_row + pages[None, :]
-    page_id = 1 + (ordinal * PAGE_ID_MULTIPLIER) % geometry.page_id_space
+    page_id = geometry.first_page + (ordinal * PAGE_ID_MULTIPLIER) % geometry.page_id_space
     width = geometry.allocator_page
     slots = (page_id[:, :, None] * width + np.arange(width)).reshape(len(rows), -1)[:, : geometry.token_columns]
     return np.where(rows[:, None] == PAD_REQUEST, 0, slots)
@@ -247,11 +247,12 @@ def owner_of_slot(geometry: Geometry, slot: int) -> tuple[int, int, int] | None:
     """(request row, position, generation modulo DISJOINT_GENERATIONS) whose token `slot` is; None if nobody's."""
     page_id, offset = divmod(slot, geometry.allocator_page)
     inverse = pow(PAGE_ID_MULTIPLIER, -1, geometry.page_id_space)
-    ordinal = (page_id - 1) * inverse % geometry.page_id_space
+    ordinal = (page_id - geometry.first_page) * inverse % geometry.page_id_space
     base, page = divmod(ordinal, geometry.pages_per_row)
     generation, row = divmod(base, geometry.request_rows)
     position = page * geometry.allocator_page + offset
-    known = 1 <= page_id <= geometry.page_id_space and generation < DISJOINT_GENERATIONS
+    drawn = 0 <= page_id - geometry.first_page < geometry.page_id_space
+    known = drawn and generation < DISJOINT_GENERATIONS
     if not known or row == PAD_REQUEST or position >= geometry.token_columns:
         return None
     return row, position, generation

@@ -72,6 +72,14 @@ def static_inputs(system: str, geometry: Geometry) -> tuple[StaticInput, ...]:
         found += [
             StaticInput(name="kv_rows", dtype="int32", high=1 << 30, item=(KV_WORDS,), drawn=False),
             StaticInput(
+                name="selected_positions",
+                dtype="int32",
+                pad=-1,
+                high=geometry.context,
+                item=(geometry.topk,),
+                drawn=False,
+            ),
+            StaticInput(
                 name="selection",
                 dtype="int32",
                 pad=-1,

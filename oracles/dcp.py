@@ -85,6 +85,12 @@ def pack(selection: torch.Tensor, rank: int, size: int, block: int = 1) -> tuple
     return packed[:, :columns], owned.sum(1, dtype=torch.int32)
 
 
+def selected_slots(req_to_token: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """[requests, columns]: the slot of each of the `positions` of each request, -1 where that is -1 (contract 8.3)."""
+    rows = req_to_token.index_select(0, requests)
+    return torch.where(positions < 0, NONE, rows.gather(1, positions.clamp(min=0).to(torch.int64)))
+
+
 def shard_page_table(
     req_to_token: torch.Tensor,
     requests: torch.Tensor,
@@ -176,7 +182,8 @@ class DcpOracle:
         """Keeps the buffers of `Layout.for_oracle()`; the pools start empty and are never cleared again."""
         self._geometry, self._inputs, self._buffers = geometry, inputs, buffers
         for rank in range(geometry.dcp_size):
-            buffers[f"rank{rank}_kv_pool"].zero_()
+            if f"rank{rank}_kv_pool" in buffers:  # a pool that is not compared does not exist
+                buffers[f"rank{rank}_kv_pool"].zero_()
 
     def before_replay(self) -> None:
         """Nothing: everything is in the graph."""
@@ -185,8 +192,11 @@ class DcpOracle:
         for rank in range(self._geometry.dcp_size):
             self._share(rank)
         inputs, buffers = self._inputs, self._buffers
+        assert inputs.selected_positions is not None
         assert inputs.partial_out is not None
         assert inputs.partial_lse is not None
+        slots = selected_slots(inputs.req_to_token, inputs.req_pool_indices, inputs.selected_positions)
+        buffers["selected_slots"].copy_(slots)
         out, lse = merge(inputs.partial_out, inputs.partial_lse, self._geometry.log_base)
         buffers["merged_out"].copy_(out.flatten(1))
         buffers["merged_lse"].copy_(lse)
@@ -197,8 +207,9 @@ class DcpOracle:
         assert inputs.kv_rows is not None
         assert inputs.selection is not None
         place = (rank, geometry.dcp_size, geometry.dcp_block)
-        out = {name: self._buffers[f"rank{rank}_{name}"] for name in SHARE}
-        write_shard(out["kv_pool"], inputs.out_cache_loc, inputs.kv_rows, *place)
+        out = {name: self._buffers[f"rank{rank}_{name}"] for name in SHARE if f"rank{rank}_{name}" in self._buffers}
+        if "kv_pool" in out:
+            write_shard(out["kv_pool"], inputs.out_cache_loc, inputs.kv_rows, *place)
         out["localized"].copy_(localize(inputs.selection, *place))
         packed, counts = pack(inputs.selection, *place)
         out["packed"].copy_(packed)

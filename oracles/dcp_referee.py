@@ -51,6 +51,10 @@ def write(
             pools[rank][local] = list(row)
 
 
+def selected_slots(table_row: Sequence[int], positions: Sequence[int]) -> list[int]:
+    return [table_row[position] if position >= 0 else -1 for position in positions]
+
+
 def localized(selection: Sequence[int], rank: int, size: int, block: int) -> list[int]:
     result = []
     for slot in selection:

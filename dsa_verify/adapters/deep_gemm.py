@@ -59,6 +59,11 @@ def refresh(context_lens: torch.Tensor, out: torch.Tensor, *, indices: torch.Ten
     out.copy_(_builder()(context_lens, BLOCK_KV, multiprocessors, *arguments))
 
 
+def check_importable() -> None:
+    """UsageError if the builder cannot be imported, with what is missing."""
+    _builder()
+
+
 @functools.cache
 def _builder() -> Callable[..., torch.Tensor]:
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Final
 
@@ -9,6 +10,7 @@ import click
 import torch
 
 from dsa_verify.device import environment, package_version
+from dsa_verify.engines import ENGINES, engine_subjects
 from dsa_verify.errors import STATUS_EQUAL, STATUS_HARNESS
 from dsa_verify.graphs import open_backend
 
@@ -42,6 +44,10 @@ def run(device: torch.device) -> int:
     for package, use in OPTIONAL.items():
         found = package_version(package)
         click.echo(f"{package:<16} {found or 'not installed'}: {use}")
+    for engine in ENGINES:
+        found = "importable" if importlib.util.find_spec(engine) is not None else "not installed"
+        count = sum(subject.name.startswith(f"{engine}:") for subject in engine_subjects())
+        click.echo(f"{engine:<16} {found}: {count} subjects of its own code (dsa-verify subjects says which can run)")
     click.echo("ready: dsa-verify replay" if status == STATUS_EQUAL else "not ready: see the lines that say FAILED")
     return status
 

@@ -11,15 +11,17 @@ from typing import Final
 import torch
 
 from dsa_verify.device import environment
+from dsa_verify.edges import edges, why_not_here
 from dsa_verify.errors import UsageError
-from dsa_verify.geometry import Geometry, parse_settings
+from dsa_verify.geometry import parse_settings
 from dsa_verify.graphs import Backend, open_backend
 from dsa_verify.matrix import Config, diagnostic_matrix
 from dsa_verify.report import document, junit
 from dsa_verify.report.terminal import Terminal
 from dsa_verify.runs import Run, Runner, open_run, status_of
 from dsa_verify.scenario import Scenario, read_case
-from dsa_verify.systems import SYSTEMS, get_system
+from dsa_verify.systems import DEFAULT_SUBJECT, get_system, settled_geometry, systems_to_run
+from dsa_verify.waivers import choose_ledger
 
 # Options that shape the matrix, by attribute of Options.
 MATRIX_FLAGS: Final = {
@@ -29,6 +31,7 @@ MATRIX_FLAGS: Final = {
     "batches": "--batch",
     "drafts": "--draft-tokens",
     "settings": "--set",
+    "edges": "--edges",
 }
 
 
@@ -50,6 +53,9 @@ class Options:
     json_path: Path | None
     junit_path: Path | None
     folder: Path
+    waivers: Path | None = None
+    no_waivers: bool = False
+    edges: bool = False
 
 
 def run(options: Options, device: torch.device) -> int:
@@ -60,6 +66,8 @@ def run(options: Options, device: torch.device) -> int:
             raise UsageError(f"{path}: the folder {path.parent} does not exist; create it")
     scenarios = [read_case(path) for path in options.cases]
     plan = _cases_plan(options, scenarios) if scenarios else _matrix_plan(options, backend)
+    ledger = choose_ledger(options.waivers, options.no_waivers)
+    ledger.refuse_if_idle([(item.system, item.subject(options) or DEFAULT_SUBJECT) for item in plan])
     runs: list[Run] = []
     with Terminal(sum(item.rounds for item in plan)) as terminal:
         terminal.heading(environment(device), backend)
@@ -69,12 +77,13 @@ def run(options: Options, device: torch.device) -> int:
             keep_going=options.keep_going,
             on_rounds=terminal.advance,
             on_finding=terminal.finding,
+            ledger=ledger,
         )
 
         def work() -> None:
             for item in plan:
                 terminal.begin(item.label)
-                result = open_run(item.system, item.subject(options), backend)
+                result = open_run(item.system, item.subject(options), backend, ledger)
                 runs.append(result)
                 item.start(runner, options, result)
                 terminal.end(result)
@@ -95,6 +104,7 @@ def run(options: Options, device: torch.device) -> int:
 class _Matrix:
     system: str
     configs: list[Config]
+    not_run: list[str]
 
     @property
     def label(self) -> str:
@@ -108,6 +118,7 @@ class _Matrix:
         return options.subject
 
     def start(self, runner: Runner, options: Options, result: Run) -> None:
+        result.not_run += self.not_run
         runner.matrix(self.configs, options.subject, result, fault=options.fault)
 
 
@@ -143,22 +154,25 @@ def _cases_plan(options: Options, scenarios: Sequence[Scenario]) -> list[_Case]:
 
 def _matrix_plan(options: Options, backend: Backend) -> list[_Matrix]:
     settings = parse_settings(options.settings)
-    names = options.systems or tuple(name for name, system in SYSTEMS.items() if system.by_default)
     plan = []
-    for name in dict.fromkeys(names):
+    for name in systems_to_run(options.systems, options.subject):
         system = get_system(name)
         if options.drafts and not system.drafts:
             if options.systems:
                 raise UsageError(f"--draft-tokens: has no effect in {name}, which has no draft; leave it out")
             continue
+        geometry, fixed = settled_geometry(system, options.subject, backend.device.type, options.preset, settings)
         configs = diagnostic_matrix(
             system,
-            Geometry.resolve(options.preset or system.preset(backend.device.type), settings),
+            geometry,
             rounds=options.rounds,
             seed=options.seed,
             batches=options.batches or None,
             drafts=options.drafts or None,
-            fixed=frozenset(settings),
+            fixed=fixed,
         )
-        plan.append(_Matrix(system=name, configs=configs))
+        beside = edges(system, geometry, seed=options.seed, fixed=fixed) if options.edges else []
+        reasons = [why_not_here(edge, backend.device) for edge in beside]
+        configs += [edge.config for edge, why in zip(beside, reasons, strict=True) if why is None]
+        plan.append(_Matrix(system=name, configs=configs, not_run=[why for why in reasons if why is not None]))
     return plan

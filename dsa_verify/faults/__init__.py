@@ -135,6 +135,7 @@ FAULTS: Final[dict[str, Fault]] = {
             "wrong_owner",
             "a rank stores the rows of other ranks, too",
             dcp.WrongOwner,
+            D.WRONG_OWNER,
             D.STALE,
             D.FROZEN,
             D.WRONG_VALUE,

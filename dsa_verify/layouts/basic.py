@@ -57,7 +57,7 @@ def _layout(system: str, geometry: Geometry, bucket: int, *, tokens: int, sectio
         field("dsa_cu_seqlens_q", (tokens + 1,), token_prefix, tokens + 1, lifetime=capture),
         field("dsa_cu_seqlens_k", (tokens + 1,), token_prefix, INT32_LIMIT, live_token_rows=ragged),
     ]
-    tables = {"live_token_rows": ragged}
+    tables = {"live_token_rows": ragged, "row_gap": geometry.table_gap}
     one_table = geometry.page_size == 1
     if geometry.wide_table:
         shape = (tokens, geometry.columns)

@@ -1,5 +1,6 @@
 """Layout of one decode step under decode context parallelism: for each of D ranks its KV pool, its share of the
-selections, lengths and page table, and then the merge of what all ranks computed (contract 8)."""
+selections, lengths and page table, and then what is the same on all of them: the slots that were selected, and the
+merge of what all ranks computed (contract 8)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ def dcp(geometry: Geometry, bucket: int) -> Layout:
     """UsageError if pages, blocks and ranks of `geometry` do not fit together."""
     check_dcp_geometry(geometry)
     ranks = range(geometry.dcp_size)
-    fields = [field for rank in ranks for field in _share(geometry, bucket, rank)] + _merged(geometry, bucket)
+    fields = [field for rank in ranks for field in _share(geometry, bucket, rank)]
+    fields += [_selected(geometry, bucket), *_merged(geometry, bucket)]
     return Layout(system="dcp", geometry=geometry, bucket=bucket, tokens=bucket, fields=tuple(fields))
 
 
@@ -56,6 +58,18 @@ def _share(geometry: Geometry, bucket: int, rank: int) -> list[Field]:
             column_start=rank * geometry.dcp_block,
         ),
     ]
+
+
+def _selected(geometry: Geometry, bucket: int) -> Field:
+    """Before it is localised: the columns of each request's row of the table that were selected."""
+    return Field(
+        name="selected_slots",
+        shape=(bucket, geometry.topk),
+        row=Row.REQUEST,
+        section="8.3",
+        low=-1,
+        high=geometry.slots,
+    )
 
 
 def _merged(geometry: Geometry, bucket: int) -> list[Field]:

@@ -107,6 +107,7 @@ def _pooled_table(geometry: Geometry, rows: int, row: Row) -> list[Field]:
             low=0,
             high=-(-geometry.slots // geometry.allocator_page),
             column_step=geometry.allocator_page,
+            row_gap=geometry.table_gap,
         )
     ]
 

@@ -1,5 +1,6 @@
 """Decode context parallelism as optimised: per rank one launch each for the KV write, both forms of the localised
-selection, and lengths with the page table; one launch for the merge; the ragged prefix gather (contract 8).
+selection, and lengths with the page table; one launch each for the selected slots and for the merge; the ragged prefix
+gather (contract 8).
 
 Everything writes in place and may be captured. `rank` and `size` are r and D, `block` the interleave block I, which
 divides the page. `Dcp` does the work of all ranks on one device.
@@ -20,6 +21,7 @@ from dsa_verify.pipelines.dcp_kernel import (
     merge_kernel,
     pack_prefix_kernel,
     reorder_kernel,
+    select_kernel,
     shard_kernel,
     write_kernel,
 )
@@ -62,6 +64,28 @@ def write_shard(pool: torch.Tensor, locations: torch.Tensor, rows: torch.Tensor,
         INTERLEAVE=place.block,
         LANES=lanes,
         WORD_LANES=triton.next_power_of_2(words),
+    )
+
+
+def select_slots(inputs: Inputs, selected: torch.Tensor) -> None:
+    """`selected` int32 [bs, columns], dense: the slots of `inputs.selected_positions`, -1 staying -1 (contract 8.3)."""
+    positions = inputs.selected_positions
+    assert positions is not None
+    rows, columns = positions.shape
+    lanes = triton.next_power_of_2(columns)
+    group = _group(positions, rows, lanes)
+    select_kernel[(triton.cdiv(rows, group),)](
+        inputs.req_pool_indices,
+        inputs.req_to_token,
+        positions,
+        selected,
+        rows,
+        columns,
+        inputs.req_pool_indices.stride(0),
+        inputs.req_to_token.stride(0),
+        positions.stride(0),
+        COLUMNS=lanes,
+        GROUP=group,
     )
 
 
@@ -248,6 +272,7 @@ class Dcp:
     def in_graph(self) -> None:
         for place in self._places:
             self._share(place)
+        select_slots(self._inputs, self._buffers["selected_slots"])
         self._merge()
 
     def _share(self, place: Place) -> None:

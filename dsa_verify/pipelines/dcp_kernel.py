@@ -52,6 +52,33 @@ def write_kernel(
     tl.store(pool + target[:, None] + word, values, mask=stored)
 
 
+@triton.jit(do_not_specialize=["rows", "columns", "request_stride", "token_stride", "position_stride"])
+def select_kernel(
+    requests,
+    req_to_token,
+    positions,
+    selected,
+    rows,
+    columns,
+    request_stride,
+    token_stride,
+    position_stride,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Grid: the rows in groups of GROUP. The output is dense."""
+    row = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    here = row < rows
+    column = tl.arange(0, COLUMNS)[None, :]
+    inside = here[:, None] & (column < columns)
+    wide = row.to(tl.int64)
+    request = tl.load(requests + wide * request_stride, mask=here, other=0).to(tl.int64)
+    position = tl.load(positions + (wide * position_stride)[:, None] + column, mask=inside, other=-1)
+    chosen = inside & (position >= 0)
+    slot = tl.load(req_to_token + (request * token_stride)[:, None] + position, mask=chosen, other=-1)
+    tl.store(selected + (wide * columns)[:, None] + column, slot, mask=inside)
+
+
 @triton.jit(do_not_specialize=["rows", "columns", "selection_stride", "rank"])
 def localize_kernel(
     selection,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed
 
 from dsa_verify.geometry import Geometry
-from dsa_verify.pipelines.dcp import Dcp, PrefixRanges, pack_prefix, reorder
+from dsa_verify.pipelines.dcp import Dcp, PrefixRanges, pack_prefix, reorder, select_slots
 from dsa_verify.static_inputs import KV_WORDS
 from dsa_verify.subject import Buffers, Inputs
 
@@ -53,6 +53,7 @@ class DcpRank(Dcp):
 
     def in_graph(self) -> None:
         self._share(self._places[self._rank])
+        select_slots(self._inputs, self._buffers["selected_slots"])
         self._gather_prefix()
         for everyone, own in zip(self._gathered, self._own, strict=True):
             _all_gather(everyone, own)

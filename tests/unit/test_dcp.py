@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import mmap
 import os
 import socket
 import subprocess
@@ -35,6 +36,7 @@ from dsa_verify.layouts.dcp import dcp
 from dsa_verify.pipelines import dcp as pipeline
 from dsa_verify.pipelines.dcp import Dcp, Place, PrefixRanges
 from dsa_verify.scenario import Round
+from dsa_verify.subject import Inputs
 from dsa_verify.systems import SYSTEMS
 from dsa_verify.verify import Counts, verify_rounds
 from oracles import dcp as oracle
@@ -465,6 +467,34 @@ def test_the_referee_agrees_with_the_system(size: int, block: int) -> None:
             table = share["page_table"][b]
             want = referee.page_table(slots[request], length, len(table), geometry.page_size, *place)
             assert table[: len(want)].tolist() == want
+    for side, (b, request) in itertools.product((lane.buffers, lane.oracle_buffers), enumerate(ROUNDS[0].requests)):
+        positions = lane.inputs.selected_positions[b].tolist()
+        want = referee.selected_slots(slots[request], positions)
+        assert side["selected_slots"][b].tolist() == want == lane.inputs.selection[b].tolist()
+
+
+def test_a_row_of_the_table_begins_beyond_32_bits() -> None:
+    """Of rows 2**30 entries apart, request 3's begins at 3 * 2**30; in 32 bits that is before the table, among zeros."""
+    apart, before = 1 << 30, 1 << 31
+    words = before + 3 * apart + 8
+    if DEVICE.type == "cuda":
+        room = torch.zeros(words, dtype=torch.int32, device=DEVICE)
+    else:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # without a reserve: hardly any of it is touched
+        room = torch.frombuffer(mmap.mmap(-1, words * 4, flags=flags), dtype=torch.int32)
+    table = room.as_strided((4, 8), (apart, 1), before)
+    table.copy_(torch.arange(32, device=DEVICE).view(4, 8))
+    positions = torch.tensor([[7, -1, 0], [2, 2, -1]], dtype=torch.int32, device=DEVICE)
+    inputs = Inputs(
+        seq_lens=torch.zeros(2, dtype=torch.int64, device=DEVICE),
+        req_pool_indices=torch.tensor([3, 1], dtype=torch.int32, device=DEVICE),
+        req_to_token=table,
+        selected_positions=positions,
+    )
+    selected = torch.full((2, 3), 77, dtype=torch.int32, device=DEVICE)
+    pipeline.select_slots(inputs, selected)
+    assert selected.tolist() == [[31, -1, 24], [10, 10, -1]]
+    assert torch.equal(oracle.selected_slots(table, inputs.req_pool_indices, positions), selected)
 
 
 def test_pages_that_do_not_fit_the_ranks_are_refused() -> None:

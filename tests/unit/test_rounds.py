@@ -26,6 +26,7 @@ def small_geometries(draw: st.DrawFn, draft_tokens: int | None = None) -> Geomet
         "pool_size": pool,
         "draft_tokens": n,
         "request_rows": draw(st.integers(2, 9)),
+        "first_page": draw(st.sampled_from([1, 1, 5])),
         "token_table_width": draw(st.sampled_from([0, context + n, context + n + 3])),
     }
     return Geometry.resolve("tiny", overrides)
@@ -48,6 +49,7 @@ def test_slots_are_paged_disjoint_and_within_the_pool(geometry: Geometry):
     assert (live % page == np.arange(width) % page).all()
     assert (live // page == live[..., np.arange(width) // page * page] // page).all()
     assert live.min() >= page, "page 0 is reserved for the pad request"
+    assert live.min() >= geometry.first_page * page
     assert live.max() < geometry.slots
     assert np.unique(live).size == live.size
 

@@ -1,0 +1,163 @@
+"""Edges: tables with gaps behind their rows, tables of 2**31 elements, and who may run them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import DEVICE, EagerDecode, backend, small
+
+from dsa_verify import cli
+from dsa_verify.arena import GUARD_WORD, Arena
+from dsa_verify.edges import SYSTEMS_WITH_EDGES, edges, why_not_here
+from dsa_verify.errors import UsageError
+from dsa_verify.findings import Diagnosis
+from dsa_verify.geometry import TABLE_GAP, Geometry
+from dsa_verify.matrix import Config
+from dsa_verify.regions import LOUD_WORD
+from dsa_verify.runs import Run, Runner, open_run
+from dsa_verify.systems import SYSTEMS, get_system
+
+CPU = torch.device("cpu")
+
+
+def run_of(config: Config, subject: Any = None) -> Run:
+    run = open_run(config.system.name, subject, backend())
+    Runner(backend=backend(), folder=None).matrix([config], subject, run)
+    return run
+
+
+def gap_edge(system: str) -> Config:
+    found = edges(get_system(system), small(), seed=0, fixed=frozenset())
+    (config,) = [edge.config for edge in found if not edge.device_bytes]
+    return config
+
+
+def test_rows_of_a_strided_table_have_a_guarded_gap_behind_them() -> None:
+    layout = SYSTEMS["decode"].layout(small(table_view="strided"), 3)
+    arena = Arena([layout], DEVICE, LOUD_WORD)
+    buffers = arena.at(3)
+    for name in ("page_table_1", "real_page_table"):
+        columns = layout[name].shape[1]
+        assert buffers[name].stride() == (columns + TABLE_GAP, 1)
+        gap = buffers[name].as_strided(
+            (3, TABLE_GAP), (columns + TABLE_GAP, 1), buffers[name].storage_offset() + columns
+        )
+        assert bool((gap == GUARD_WORD).all())
+    assert all(buffers[name].is_contiguous() for name in buffers if "page_table" not in name)
+    words = sum(guard.words.numel() for guard in arena.guards) + sum(
+        buffers[field.name].numel() for field in layout if field.alias is None
+    )
+    assert words * 4 == arena.words.numel() * 4, "every byte is a buffer's or a guard's"
+
+
+on_cpu = pytest.mark.skipif(DEVICE.type == "cuda", reason="about what a CPU cannot run")
+
+
+@pytest.mark.parametrize("system", SYSTEMS_WITH_EDGES)
+def test_our_own_pipelines_keep_to_the_rows_of_a_strided_table(system: str) -> None:
+    run = run_of(gap_edge(system))
+    assert [finding.sentence for finding in run.findings] == []
+    assert (run.counts.rounds_checked, run.counts.guard_hits) == (3, 0)
+
+
+def test_a_pipeline_that_takes_rows_for_adjacent_is_found() -> None:
+    class Adjacent(EagerDecode):
+        def in_graph(self) -> None:
+            super().in_graph()
+            table = self.out["page_table_1"]
+            flat = table.as_strided((table.numel(),), (1,), table.storage_offset())
+            flat.copy_(table.reshape(-1))
+
+    run = run_of(gap_edge("decode"), Adjacent)
+    width = gap_edge("decode").geometry.columns
+    assert {finding.field for finding in run.findings} == {"page_table_1"}
+    (guard,) = [finding for finding in run.findings if finding.diagnosis is Diagnosis.PAST_THE_END]
+    assert "into the gap behind the rows of page_table_1, the first 0 bytes beyond the end of row 0" in guard.sentence
+    assert run.counts.guard_hits >= min(width, TABLE_GAP)
+
+
+@pytest.mark.parametrize("system", SYSTEMS_WITH_EDGES)
+def test_the_widest_tables_have_exactly_2_31_elements(system: str) -> None:
+    found = edges(get_system(system), Geometry.resolve("deepseek_v32"), seed=0, fixed=frozenset())
+    wide = [edge for edge in found if edge.device_bytes]
+    assert len(wide) == (2 if system == "mtp" else 1)
+    for edge in wide:
+        config = edge.config
+        table = config.system.layout(config.geometry, config.buckets[0])
+        name = "step0_page_table_1" if system == "mtp" else "page_table_1"
+        assert table[name].elements == 1 << 31
+        owned = sum(field.elements for field in table if field.name.endswith("page_table_1"))
+        assert edge.device_bytes >= 2 * 2 * owned * 4
+    assert [edge.config.geometry.draft_steps for edge in wide] == ([2, 4] if system == "mtp" else [4])
+
+
+def test_a_batch_wider_than_the_requests_has_pads() -> None:
+    """As the widest tables need it: their requests would need more slots than there are."""
+    config = Config(system=get_system("decode"), geometry=small(request_rows=5), buckets=(12,), rounds=3, seed=0)
+    (table,) = config.chunks()
+    assert table.raw.tolist() == [4, 4, 4]
+    assert run_of(config).counts.rounds_checked == 3
+
+
+def test_what_a_run_settles_itself_is_not_overridden() -> None:
+    system, geometry = get_system("decode"), Geometry.resolve("tiny")
+    notes = [edge.config.note for edge in edges(system, geometry, seed=0, fixed=frozenset({"table_view"}))]
+    assert notes == ["tables of 2048 x 1048576 = 2**31 elements"]
+    notes = [edge.config.note for edge in edges(system, geometry, seed=0, fixed=frozenset({"context"}))]
+    assert notes == ["tables with a gap behind each row"]
+
+
+def test_a_system_without_page_tables_of_its_own_has_no_edges() -> None:
+    with pytest.raises(UsageError, match="--edges: has no effect in padded; the systems with edges are decode, "):
+        edges(get_system("padded"), Geometry.resolve("tiny_v4"), seed=0, fixed=frozenset())
+
+
+def test_what_a_machine_cannot_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    gap, wide = edges(get_system("decode"), Geometry.resolve("tiny"), seed=0, fixed=frozenset())
+    assert why_not_here(gap, CPU) is None
+    assert why_not_here(wide, CPU) == (
+        "tables of 2048 x 1048576 = 2**31 elements: on a CUDA device only, an interpreter would take days"
+    )
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 << 30, 139 << 30))
+    why = why_not_here(wide, torch.device("cuda", 0))
+    assert why is not None
+    assert why.endswith("needs 64 GiB of device memory, 8 GiB are free")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (139 << 30, 139 << 30))
+    assert why_not_here(wide, torch.device("cuda", 0)) is None
+
+
+@on_cpu
+def test_the_command_runs_what_it_can_and_lists_the_rest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["replay", "--system", "decode", "--edges", "--batch", "1", "--rounds", "1", "--preset", "tiny"]
+    monkeypatch.setattr(sys, "argv", ["dsa-verify", *arguments, "--device", "cpu", "--json", "r.json"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 0
+    result = json.loads(Path("r.json").read_text())
+    assert (result["configs"], result["rounds_checked"]) == (2, 1 + 3)
+    assert result["not_run"] == [
+        "tables of 2048 x 1048576 = 2**31 elements: on a CUDA device only, an interpreter would take days"
+    ]
+    assert f"  not run: {result['not_run'][0]}\n" in capsys.readouterr().out
+
+
+@on_cpu
+def test_edges_have_no_effect_with_a_case(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("c.json").write_text(
+        json.dumps({"schema": 1, "system": "decode", "preset": "tiny", "buckets": [1], "rounds": []})
+    )
+    monkeypatch.setattr(sys, "argv", ["dsa-verify", "replay", "c.json", "--edges", "--device", "cpu"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert (stop.value.code, "--edges: has no effect with a CASE" in capsys.readouterr().err) == (2, True)
