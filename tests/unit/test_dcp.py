@@ -474,7 +474,7 @@ def test_the_referee_agrees_with_the_system(size: int, block: int) -> None:
 
 
 def test_a_row_of_the_table_begins_beyond_32_bits() -> None:
-    """Of rows 2**30 entries apart, request 3's begins at 3 * 2**30; in 32 bits that is before the table, among zeros."""
+    """Of rows 2**30 entries apart, request 3's begins at 3 * 2**30; in 32 bits that is before the table: zeros."""
     apart, before = 1 << 30, 1 << 31
     words = before + 3 * apart + 8
     if DEVICE.type == "cuda":
