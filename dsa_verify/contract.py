@@ -15,7 +15,7 @@ from typing import Final
 
 from dsa_verify.geometry import Geometry
 
-# Bytes of one element, by the dtype names of contract.md.
+# Bytes of one element, by the dtype names of the contract.
 DTYPE_BYTES: Final = {"int32": 4, "int64": 8, "float32": 4}
 
 
@@ -70,7 +70,7 @@ class Field:
     round's token total are dead. `low`/`high`: the legal values are low <= v < high. `alias`: this field is a view of
     that field's buffer (contract 1.1); it owns no memory. `shared`: one buffer serves all buckets, each seeing its
     first rows. `row_gap`: elements of memory behind each row that nobody may write. `bound`, of a float32 field:
-    |got - want| <= bound * max(|want|, floor). `section` is where contract.md states the rule.
+    |got - want| <= bound * max(|want|, floor). `section`: where the contract states the rule.
     """
 
     name: str
