@@ -119,6 +119,7 @@ def lay_out(folder: Path, files: dict[str, str]) -> None:
 @contextmanager
 def importable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Inside, `sglang` is what lies in `folder` and nothing else, whatever this machine has."""
+    from dsa_verify.adapters import traced
     from dsa_verify.adapters.sglang import wheel
 
     def forget() -> dict[str, object]:
@@ -131,7 +132,8 @@ def importable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         others_left_out = [place for place in sys.path if not (Path(place) / "sglang" / "__init__.py").exists()]
         patch.setattr(sys, "path", [str(folder), *others_left_out])
         importlib.invalidate_caches()
-        patch.setattr(wheel, "package_version", lambda name: None if name == "sglang" else "1.0")
+        for module in (wheel, traced):
+            patch.setattr(module, "package_version", lambda name: None if name == "sglang" else "1.0")
         try:
             yield
         finally:

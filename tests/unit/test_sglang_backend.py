@@ -28,6 +28,7 @@ from dsa_verify.adapters.sglang.backend import (
 from dsa_verify.adapters.sglang.backend_engine import Engine, StaticInput, captured_record
 from dsa_verify.adapters.sglang.backend_mtp import MtpBackend, StepsEngine
 from dsa_verify.adapters.sglang.backend_padded import PaddedBackend, _copy
+from dsa_verify.adapters.traced import SHOWN_DIGITS
 from dsa_verify.engines import engine_subject
 from dsa_verify.errors import UsageError
 from dsa_verify.findings import Finding
@@ -509,7 +510,7 @@ class TestTheBackendItself:
         found = MtpBackend.provenance()
         assert found["stand-ins"].startswith("the model runner and its pools, ")
         assert stubs.CPU_ANSWERS in found["stand-ins"]
-        assert len(found["sglang.srt.layers.attention.dsa_backend"]) == wheel.SHOWN_DIGITS
+        assert len(found["sglang.srt.layers.attention.dsa_backend"]) == SHOWN_DIGITS
 
     def test_nothing_is_left_changed(self) -> None:
         verify("decode", ROUNDS[:1], **TINY)

@@ -13,6 +13,7 @@ import torch
 from fake_sglang import importable, lay_out
 
 from dsa_verify.adapters.sglang import wheel
+from dsa_verify.adapters.traced import capability
 from dsa_verify.errors import STATUS_NOTHING_VERIFIED, STATUS_USAGE, NothingVerified, UsageError
 
 CPU = torch.device("cpu")
@@ -126,6 +127,6 @@ def test_the_capability_is_that_of_the_gpu_unless_kernels_are_interpreted(monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert wheel.capability() == "sm90"
+    assert capability() == "sm90"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert wheel.capability() == "interpreted"
+    assert capability() == "interpreted"

@@ -13,9 +13,8 @@ import pytest
 import torch
 from support import DEVICE
 
-from dsa_verify.adapters.interpreted import mend_scalar_masks
+from dsa_verify.adapters.interpreted import leave_out_unread_checks, mend_scalar_masks
 from dsa_verify.adapters.vllm import runner, wheel
-from dsa_verify.adapters.vllm.interpreted import leave_out_unread_checks
 from dsa_verify.adapters.vllm.selection import CONVERTER
 
 pytestmark = pytest.mark.skipif(

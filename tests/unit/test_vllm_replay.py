@@ -12,6 +12,7 @@ import pytest
 import torch
 from support import SMALL, backend
 
+from dsa_verify.adapters.traced import SHOWN_DIGITS
 from dsa_verify.adapters.vllm import SUBJECTS, runner, standins, wheel
 from dsa_verify.adapters.vllm.draft_decode import SPECULATOR
 from dsa_verify.findings import Diagnosis, Finding
@@ -81,7 +82,7 @@ def test_a_result_says_which_files_it_judged() -> None:
     job = Job.make(SYSTEMS["decode"], Geometry.resolve("tiny"), (2,), 0, "vllm:decode", None, backend())
     found = job.factory.provenance()  # type: ignore[attr-defined]
     assert found["vllm"] == wheel.version()
-    assert all(len(found[module]) == wheel.SHOWN_DIGITS for module in runner.MODULES)
+    assert all(len(found[module]) == SHOWN_DIGITS for module in runner.MODULES)
     assert (found["stand_ins"] == "none") == (not standins.installed())
 
 

@@ -21,6 +21,7 @@ from dsa_verify.adapters import deep_gemm
 from dsa_verify.adapters.sglang import backend_stubs, wheel
 from dsa_verify.adapters.sglang.backend_engine import Engine, StaticInput, captured_record, importable, leaves
 from dsa_verify.adapters.sglang.backend_stubs import BACKEND, KPOOL_INDEX, KPOOL_PLAN, MANAGER, PLANNER
+from dsa_verify.adapters.traced import capability
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import Geometry
 from dsa_verify.kpool_rules import POOLED_PAGE_SIZE
@@ -65,7 +66,7 @@ class BackendSubject:
     @classmethod
     def provenance(cls) -> Mapping[str, str]:
         """As `wheel.provenance`, and what stood in for a package, a device or a kernel."""
-        cpu = wheel.capability() == "interpreted"
+        cpu = capability() == "interpreted"
         with importable(cpu=cpu):
             found = wheel.provenance(*cls.modules)
         stood_in = [*backend_stubs.used(), *([cls.cpu_answers] if cpu else [])]

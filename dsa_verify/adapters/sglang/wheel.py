@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import ast
 import functools
-import hashlib
 import importlib
 import importlib.util
 import inspect
 import linecache
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -23,14 +21,14 @@ from typing import Any, Final
 import torch
 
 from dsa_verify.adapters.interpreted import mend_scalar_masks
-from dsa_verify.device import INTERPRET, package_version
+from dsa_verify.adapters.traced import digest, toolchain
+from dsa_verify.device import package_version
 from dsa_verify.errors import NothingVerified, UsageError
 
 PACKAGE: Final = "sglang"
 INSTALL: Final = "pip install sglang, or put a laid-out tree of its wheel on PYTHONPATH"
 UNKNOWN: Final = "unknown (no package metadata)"
 _PLACEHOLDER: Final = "0.0.0"  # what SGLang's version module falls back on; it must not pass for a release
-SHOWN_DIGITS: Final = 12  # of a sha256: enough to tell files apart, short enough to read
 
 
 def require(module: str) -> ModuleType:
@@ -144,24 +142,7 @@ def provenance(*modules: str, files: Iterable[str] = ()) -> dict[str, str]:
         if not path.is_file():
             raise UsageError(f"{path} does not exist; this {PACKAGE} is not complete; {INSTALL}")
         found[name] = digest(path)
-    return found | {
-        "torch": torch.__version__,
-        "triton": package_version("triton") or "not installed",
-        "capability": capability(),
-    }
-
-
-def capability() -> str:
-    """What kernels run on in this process: "sm90" and the like, or "interpreted"."""
-    if os.environ.get(INTERPRET, "0") not in ("", "0") or not torch.cuda.is_available():
-        return "interpreted"
-    major, minor = torch.cuda.get_device_capability()
-    return f"sm{major}{minor}"
-
-
-def digest(path: Path) -> str:
-    """The first digits of the sha256 of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:SHOWN_DIGITS]
+    return found | toolchain()
 
 
 def _file_of(module: str) -> Path:

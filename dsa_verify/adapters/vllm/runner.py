@@ -21,9 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dsa_verify.adapters.interpreted import mend_scalar_masks
+from dsa_verify.adapters.interpreted import leave_out_unread_checks, mend_scalar_masks
 from dsa_verify.adapters.vllm import wheel
-from dsa_verify.adapters.vllm.interpreted import leave_out_unread_checks
 from dsa_verify.geometry import Geometry
 
 INDEXER: Final = "vllm.v1.attention.backends.mla.indexer"

@@ -6,7 +6,6 @@ Nothing of it is imported at start-up but when a subject needs it; what is missi
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import re
 import sys
@@ -16,6 +15,7 @@ from typing import Any, Final
 
 import torch
 
+from dsa_verify.adapters.traced import digest, toolchain
 from dsa_verify.adapters.vllm import standins
 from dsa_verify.device import package_version
 from dsa_verify.errors import UsageError
@@ -23,7 +23,6 @@ from dsa_verify.errors import UsageError
 PACKAGE: Final = "vllm"
 INSTALL: Final = "pip install vllm, or put files of its wheel on PYTHONPATH (docs/engines-vllm.md)"
 _VERSION: Final = re.compile(r"^__version__ =.*?'([^']+)'", re.MULTILINE)
-SHOWN_DIGITS: Final = 12  # of a sha256: enough to tell files apart, short enough to read
 
 
 def require(module: str) -> ModuleType:
@@ -67,16 +66,13 @@ def provenance(*modules: str) -> dict[str, str]:
     """What a result must say about the vLLM it judged.
 
     Keys: "vllm" (version), each of `modules` with the first digits of the sha256 of its file, "stand_ins" (which parts
-    of vLLM were not vLLM's own, or "none"), "torch", "triton".
+    of vLLM were not vLLM's own, or "none"), "torch", "triton", "capability".
     """
     found = {PACKAGE: version()}
     for module in modules:
         found[module] = _digest(require(module))
-    return found | {
-        "stand_ins": ", ".join(standins.answering()) if standins.installed() else "none",
-        "torch": torch.__version__,
-        "triton": package_version("triton") or "not installed",
-    }
+    stand_ins = ", ".join(standins.answering()) if standins.installed() else "none"
+    return found | {"stand_ins": stand_ins} | toolchain()
 
 
 def _settle() -> None:
@@ -111,4 +107,4 @@ def _digest(module: ModuleType) -> str:
     path = module.__spec__.origin if module.__spec__ is not None else None
     if path is None or not Path(path).is_file():
         raise UsageError(f"{module.__name__} has no source file, so a result cannot say which one it judged; {INSTALL}")
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:SHOWN_DIGITS]
+    return digest(Path(path))
