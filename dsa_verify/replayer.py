@@ -185,20 +185,20 @@ class Replayer:
             self.lanes[layout.bucket] = self._open_lane(form.layout(layout.without(leave_out)), factory)
         for lane in self.lanes.values():
             lane.ledger = self._identities(lane)
-        self._compilations_at_start = self._compilations()
-
-    @property
-    def compilations_after_warmup(self) -> int:
-        return self._compilations() - self._compilations_at_start
+        self.compilations_after_warmup = 0  # while rounds ran; what explains a finding compiles kernels of its own
 
     def run(self, table: RoundTable, *, after_round: Callable[[Lane, int], bool] | None = None) -> None:
         """Replay every round of `table`; stops early when `after_round(lane, row)` returns True."""
         self.feed.upload(table)
         rounds = zip(table.bucket.tolist(), table.raw.tolist(), table.twice.tolist(), strict=True)
-        for i, (bucket, raw, twice) in enumerate(rounds):
-            self._round(self.lanes[bucket], raw, bool(twice))
-            if after_round is not None and after_round(self.lanes[bucket], i):
-                return
+        before = self._compilations()
+        try:
+            for i, (bucket, raw, twice) in enumerate(rounds):
+                self._round(self.lanes[bucket], raw, bool(twice))
+                if after_round is not None and after_round(self.lanes[bucket], i):
+                    return
+        finally:
+            self.compilations_after_warmup += self._compilations() - before
 
     def finish(self) -> None:
         """Judge once more what every bucket but the last still holds: its outputs must live through the run."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import DEVICE, EagerDecode, backend, decode_round, job_of, open_replayer, small
 
+from dsa_verify import compilations
 from dsa_verify.contract import Dead
 from dsa_verify.errors import HarnessError, ReplayError
 from dsa_verify.geometry import Geometry
@@ -58,6 +59,22 @@ def test_the_shipped_subject_compiles_nothing_after_warmup():
     replayer = run(None, ROUNDS)  # type: ignore[arg-type]
     assert not differences(replayer)
     assert replayer.compilations_after_warmup == 0
+
+
+def test_only_what_compiles_while_rounds_run_is_counted(monkeypatch: pytest.MonkeyPatch):
+    """Not the kernels of whoever explains what was found."""
+    job = job_of(EagerDecode)
+    replayer = job.open(len(ROUNDS))
+
+    def compile_one(*_: object) -> bool:
+        monkeypatch.setattr(compilations, "_seen", compilations._seen + 1)
+        return False
+
+    compile_one()
+    assert replayer.compilations_after_warmup == 0
+    replayer.run(job.table(ROUNDS), after_round=compile_one)
+    compile_one()
+    assert replayer.compilations_after_warmup == len(ROUNDS)
 
 
 def test_capture_executes_nothing_and_warmup_leaves_no_result():
