@@ -1,5 +1,6 @@
 """Edges: configurations beside the diagnostic matrix, at the edge of what a copy or a kernel may be asked for: page
-tables with a gap behind each row, and page tables of 2**31 elements (contract 1.7, 2.2, 10).
+tables with a gap behind each row, page tables of 2**31 elements, and a batch that is empty throughout, for which a
+schedule may be undefined (contract 1.7, 2.2, 3.6, 10).
 
 Engines keep within them, so the matrix does; whoever changes a table's width or a batch wants to know what happens.
 """
@@ -14,13 +15,16 @@ import torch
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import Geometry
 from dsa_verify.layouts.mtp import destinations
-from dsa_verify.matrix import Config
+from dsa_verify.matrix import Config, shortest_seq_len, undefined_when_empty
 from dsa_verify.rounds import rows_per_request
+from dsa_verify.scenario import Round
 from dsa_verify.systems import System
 
 SYSTEMS_WITH_EDGES: Final = ("decode", "target_verify", "draft_extend", "mtp")
 ROUNDS: Final = 3  # each with another poison
 GAP_BATCH: Final = 4
+EMPTY_BATCH: Final = 32
+EMPTY_SYSTEMS: Final = ("decode", "draft_extend", "mtp")  # in the others no row has length 0
 WIDE_ELEMENTS: Final = 1 << 31
 WIDE_COLUMNS: Final = 1 << 20
 WIDE_DRAFT: Final = 4
@@ -32,14 +36,17 @@ _WORKING_TABLES: Final = 4
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """`device_bytes`: what the largest tables take; 0 where that is nothing to speak of."""
+    """`device_bytes`: what the largest tables take; 0 where that is nothing to speak of. `may_lose_device`: whether a
+    known defect ends the process here, so that nothing can run after it."""
 
     config: Config
     device_bytes: int = 0
+    may_lose_device: bool = False
 
 
 def edges(system: System, geometry: Geometry, *, seed: int, fixed: frozenset[str]) -> list[Edge]:
-    """The edges of `system`; one that needs other values than `fixed` fields of `geometry` have is left out.
+    """The edges of `system`, those that may lose the device last; one that needs other values than `fixed` fields of
+    `geometry` have is left out.
 
     UsageError if the system has none.
     """
@@ -61,7 +68,27 @@ def edges(system: System, geometry: Geometry, *, seed: int, fixed: frozenset[str
     }
     if not fixed & wide.keys():
         found += [_wide(system, geometry.replace(**wide, **steps), seed) for steps in _draft_steps(system, fixed)]
-    return found
+    return found + _empty(system, geometry, draft, seed, fixed)
+
+
+def _empty(system: System, geometry: Geometry, draft: int, seed: int, fixed: frozenset[str]) -> list[Edge]:
+    if system.name not in EMPTY_SYSTEMS or shortest_seq_len(system.name, geometry):
+        return []
+    rows = {"draft_tokens": draft, "request_rows": max(geometry.request_rows, EMPTY_BATCH + 2)}
+    geometry = geometry.replace(**{name: value for name, value in rows.items() if name not in fixed})
+    if geometry.request_rows <= EMPTY_BATCH or not undefined_when_empty(system.name, geometry, EMPTY_BATCH):
+        return []
+    only = Round(bucket=EMPTY_BATCH, seq_lens=(0,) * EMPTY_BATCH, requests=tuple(range(1, EMPTY_BATCH + 1)))
+    config = Config(
+        system=system,
+        geometry=geometry,
+        buckets=(EMPTY_BATCH,),
+        rounds=1,
+        seed=seed,
+        note="every length 0",
+        script=(only,),
+    )
+    return [Edge(config=config, may_lose_device=True)]
 
 
 def _draft_steps(system: System, fixed: frozenset[str]) -> list[dict[str, int]]:

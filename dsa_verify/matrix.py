@@ -41,7 +41,8 @@ _INDEX_DTYPES: Final = ("int64", "int32")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """One configuration: what is captured, and how many rounds to replay from which seed. `note`: what is special."""
+    """One configuration: what is captured, and how many rounds to replay from which seed. `note`: what is special.
+    `script`: the first rounds, instead of those of the matrix."""
 
     system: System
     geometry: Geometry
@@ -49,6 +50,7 @@ class Config:
     rounds: int
     seed: int
     note: str = ""
+    script: tuple[Round, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -62,7 +64,7 @@ class Config:
         """The rounds, in tables of at most CHUNK_ROUNDS."""
         generations = np.zeros(self.geometry.request_rows, np.int64)
         rng = np.random.default_rng([self.seed, self.buckets[0], self.geometry.draft_tokens])
-        scripted = _scripted(self, rng, self.rounds)
+        scripted = _scripted(self, rng, self.rounds) if self.script is None else list(self.script)
         if scripted:
             yield tabulate(
                 self.system.name,

@@ -22,7 +22,7 @@ from dsa_verify.errors import DeviceLost
 from dsa_verify.findings import Finding
 from dsa_verify.job import Job
 from dsa_verify.judge import Tally
-from dsa_verify.matrix import CHUNK_ROUNDS
+from dsa_verify.matrix import CHUNK_ROUNDS, undefined_when_empty
 from dsa_verify.regions import Kind
 from dsa_verify.replayer import Lane, Replayer, SubjectFault
 from dsa_verify.rounds import RoundTable
@@ -104,11 +104,26 @@ def verify_rounds(
     except SubjectFault as fault:
         return [_with_case(fault_finding(job, fault), job, recent.up_to(fault.round or 0), folder)]
     except DeviceLost as lost:
-        path = _save(job.scenario(recent.up_to(None), found=str(lost)), "device-lost", folder)
-        raise DeviceLost(f"{lost}; the rounds up to then are in {path}" if path else str(lost)) from lost
+        rounds = recent.up_to(None)
+        lost_in = f"{lost}{_undefined_schedule(job, rounds)}"
+        path = _save(job.scenario(rounds, found=lost_in), "device-lost", folder)
+        raise DeviceLost(f"{lost_in}; the rounds up to then are in {path}" if path else lost_in) from lost
     finally:
         if replayer is not None:
             _count(replayer, counts, waivers_due=waivers_due and ended)
+
+
+def _undefined_schedule(job: Job, rounds: Sequence[Round]) -> str:
+    """What is said of a lost device if one of `rounds` asked for a schedule that nobody may ask for."""
+    name, geometry = job.system.name, job.geometry
+    for i, each in enumerate(rounds):
+        full = each.raw_batch == each.bucket and not any(each.seq_lens)
+        if full and undefined_when_empty(name, geometry, each.bucket):
+            return (
+                f"; round {i} is {each.bucket} requests of length 0: a {geometry.schedule} schedule over a multiple of "
+                "32 rows which are all empty is undefined, the shipped builder reads past its memory (contract 3.6)"
+            )
+    return ""
 
 
 class _Recent:

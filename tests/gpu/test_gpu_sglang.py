@@ -5,7 +5,10 @@ Needs SGLang beside the GPU, and for schedules sgl-deep-gemm; each test is skipp
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +16,11 @@ import torch
 
 from dsa_verify.adapters.sglang import SUBJECTS, basic, indexer, kpool, mtp, wheel
 from dsa_verify.edges import Edge, edges, why_not_here
-from dsa_verify.errors import UsageError
+from dsa_verify.errors import STATUS_DEVICE_LOST, UsageError
 from dsa_verify.graphs import open_backend
 from dsa_verify.matrix import Config, diagnostic_matrix
 from dsa_verify.runs import Run, Runner, open_run
+from dsa_verify.scenario import read_case
 from dsa_verify.systems import SYSTEMS, settled_geometry
 
 BASIC = ("decode", "target_verify", "draft_extend")
@@ -138,9 +142,11 @@ def test_the_copies_alone_pass_the_matrix(copies: None, steps: int) -> None:
 
 
 def edges_of(name: str, *, wide: bool) -> list[Edge]:
+    """Those that do not take the device down."""
     system = SYSTEMS[SUBJECTS[name].system]
     geometry, fixed = settled_geometry(system, SUBJECTS[name].name, "cuda")
-    return [edge for edge in edges(system, geometry, seed=0, fixed=fixed) if bool(edge.device_bytes) == wide]
+    found = [edge for edge in edges(system, geometry, seed=0, fixed=fixed) if not edge.may_lose_device]
+    return [edge for edge in found if bool(edge.device_bytes) == wide]
 
 
 @pytest.mark.parametrize("name", BASIC)
@@ -164,6 +170,21 @@ def test_the_copies_take_rows_for_adjacent(copies: None) -> None:
     run = run_of("mtp_copy", [edge.config])
     assert {"step0_real_page_table", "step0_page_table_1"} <= {finding.field for finding in run.findings}
     assert run.counts.guard_hits > 0
+
+
+@pytest.mark.parametrize("name", ["decode", "draft_extend"])
+def test_a_batch_that_is_empty_throughout_ends_the_process(name: str, schedules: None, tmp_path: Path) -> None:
+    """Contract 3.6: from the subject's name alone, and again from the case that is left."""
+
+    command = [sys.executable, "-m", "dsa_verify.cli", "replay", "--device", "cuda", "--findings", str(tmp_path)]
+    options = [f"--subject=sglang:{name}", "--edges", "--batch", "1", "--rounds", "1", "--set", "wide_table=false"]
+    case: list[str] = []
+    for arguments in (options, case):
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == STATUS_DEVICE_LOST, done.stdout + done.stderr
+        assert "32 requests of length 0" in " ".join((done.stdout + done.stderr).split())
+        case += sorted(map(str, tmp_path.glob("device-lost-*.json")))[:1]
+    assert len(read_case(Path(case[0])).rounds) == 1
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -13,13 +14,14 @@ from support import DEVICE, EagerDecode, backend, small
 
 from dsa_verify import cli
 from dsa_verify.arena import GUARD_WORD, Arena
-from dsa_verify.edges import SYSTEMS_WITH_EDGES, edges, why_not_here
-from dsa_verify.errors import UsageError
+from dsa_verify.edges import EMPTY_SYSTEMS, SYSTEMS_WITH_EDGES, Edge, edges, why_not_here
+from dsa_verify.errors import DeviceLost, UsageError
 from dsa_verify.findings import Diagnosis
 from dsa_verify.geometry import TABLE_GAP, Geometry
 from dsa_verify.matrix import Config
 from dsa_verify.regions import LOUD_WORD
 from dsa_verify.runs import Run, Runner, open_run
+from dsa_verify.scenario import read_case
 from dsa_verify.systems import SYSTEMS, get_system
 
 CPU = torch.device("cpu")
@@ -110,6 +112,68 @@ def test_what_a_run_settles_itself_is_not_overridden() -> None:
     assert notes == ["tables of 2048 x 1048576 = 2**31 elements"]
     notes = [edge.config.note for edge in edges(system, geometry, seed=0, fixed=frozenset({"context"}))]
     assert notes == ["tables with a gap behind each row"]
+
+
+def empty_edge(system: str) -> Edge:
+    geometry = small(indexer=True, topk=64)
+    *others, last = edges(get_system(system), geometry, seed=0, fixed=frozenset())
+    assert not any(edge.may_lose_device for edge in others)
+    return last
+
+
+@pytest.mark.parametrize("system", EMPTY_SYSTEMS)
+def test_our_own_pipelines_survive_a_batch_that_is_empty_throughout(system: str) -> None:
+    edge = empty_edge(system)
+    assert edge.may_lose_device
+    assert edge.config.name.endswith("every length 0")
+    run = run_of(edge.config)
+    assert [finding.sentence for finding in run.findings] == []
+    assert run.counts.rounds_checked == 1
+
+
+def test_a_batch_that_is_empty_throughout_is_said_of_a_lost_device(tmp_path: Path) -> None:
+    class Lost(EagerDecode):
+        def before_replay(self) -> None:
+            if not bool(self.inputs.seq_lens.any()):
+                raise DeviceLost("cuda:0 reports a sticky error")
+
+    config = empty_edge("decode").config
+    run = open_run("decode", Lost, backend())
+    says = "sticky error; round 0 is 32 requests of length 0: .* is undefined, .*contract 3.6.*; the rounds up to then"
+    with pytest.raises(DeviceLost, match=says):
+        Runner(backend=backend(), folder=tmp_path).matrix([config], Lost, run)
+    (path,) = tmp_path.glob("*.json")
+    case = read_case(path)
+    assert (case.rounds, case.buckets) == (config.script, (32,))
+    assert "contract 3.6" in (case.found or "")
+
+
+def test_nothing_is_said_of_it_where_something_else_took_the_device_down() -> None:
+    class Lost(EagerDecode):
+        def before_replay(self) -> None:
+            if bool((self.inputs.seq_lens == 2).any()):
+                raise DeviceLost("cuda:0 reports a sticky error")
+
+    config = empty_edge("decode").config
+    assert config.script is not None
+    (only,) = config.script
+    other = dataclasses.replace(config, script=(dataclasses.replace(only, seq_lens=(2,) + (0,) * 31),))
+    with pytest.raises(DeviceLost, match=r"^cuda:0 reports a sticky error$"):
+        run_of(other, Lost)
+
+
+@pytest.mark.parametrize(
+    "system, changes",
+    [
+        ("target_verify", {}),
+        ("decode", {"indexer": False}),
+        ("decode", {"schedule": "V3"}),
+        ("decode", {"pool_size": 4}),
+    ],
+)
+def test_where_every_batch_has_a_schedule_no_empty_one_is_special(system: str, changes: dict[str, Any]) -> None:
+    geometry = small(**{"indexer": True, "topk": 64, **changes})
+    assert not any(edge.may_lose_device for edge in edges(get_system(system), geometry, seed=0, fixed=frozenset()))
 
 
 def test_a_system_without_page_tables_of_its_own_has_no_edges() -> None:
