@@ -72,7 +72,7 @@ class CaptureRing:
             self._cursor = torch.zeros(1, dtype=torch.int64, device=self._device)
             self._frozen = torch.zeros(1, dtype=torch.int32, device=self._device)
             self._stream = OwnStream(self._device)
-            self._facts = self._stream.facts(2)
+            self._facts = self._stream.facts()
         self._writers: dict[int, tuple[Sources, Callable[[], None]]] = {}
         self._number = 0
 
@@ -192,16 +192,17 @@ class CaptureRing:
         request_map = tensors["req_to_token"]
         index = torch.zeros(bucket, dtype=torch.int64, device=self._device)
         ends = torch.zeros(bucket, dtype=torch.int32, device=self._device)
-        number, raw = self._facts.tensor[:1], self._facts.tensor[1:]
+        facts = self._facts
         batch = torch.arange(bucket, device=self._device)
-        write = self.writer(layout, tensors, request_map, index, ends, number, raw)
+        write = self.writer(layout, tensors, request_map, index, ends, facts.number, facts.raw)
         added = live_draft_tokens(self.system, self.geometry)
         most = min(token_columns(self.geometry), request_map.shape[1])
 
         def body() -> None:
+            facts.read()
             index.copy_(tensors["req_pool_indices"].clamp(0, request_map.shape[0] - 1))
             live = (tensors["seq_lens"].long() + added).clamp(0, most)
-            ends.copy_(live.masked_fill_(batch >= raw, 0))
+            ends.copy_(live.masked_fill_(batch >= facts.raw, 0))
             write()
 
         return body

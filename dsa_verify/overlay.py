@@ -247,7 +247,7 @@ class Overlay:
             self.prepare(bucket, inputs, outputs, also=also)
         assert self._device is not None
         with torch.inference_mode():  # so that tensors of the server which were made in it may be written
-            moved = self._lanes[bucket].check(self._device.facts, replay, raw_batch, inputs, outputs, also)
+            moved = self._lanes[bucket].check(replay, raw_batch, inputs, outputs, also)
         self._launched += 1
         self._raws[replay] = raw_batch
         self._recent.append(replay)

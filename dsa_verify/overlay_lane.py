@@ -33,7 +33,6 @@ from dsa_verify.subject import Subject
 from dsa_verify.systems import System
 
 Tensors = dict[str, torch.Tensor]
-NUMBER, RAW = 0, 1  # of the facts that the host says of each check
 _PAGES: Final = "pages"
 _OLD: Final = "before."
 
@@ -87,14 +86,14 @@ class Lane:
         self._also = list(also)
         self.device = self.inputs.device
         self._check_size()
-        self._facts, self.raw = facts.tensor, facts.tensor[RAW : RAW + 1]
+        self._facts, self.raw = facts, facts.raw
         self._allocate()
         self._oracle = self._open_oracle()
         self.idle = self._idle_values()
         frozen = None if ring is None else ring.frozen.clone()
         if ring is not None:
             ring.freeze()  # what follows runs everything once
-        self._build(facts.tensor[NUMBER : NUMBER + 1])
+        self._build(facts.number)
         # Here, since memory that is pinned while the server runs would hold it up.
         self.counters, self.evidence = stream.mailbox(self._counted()), stream.mailbox(self._evidence)
         self._forget()
@@ -111,9 +110,7 @@ class Lane:
 
     # The check -----------------------------------------------------------------------------------------------------
 
-    def check(
-        self, facts: Facts, number: int, raw: int, inputs: Any, outputs: Any, also: Sequence[torch.Tensor]
-    ) -> dict[str, str]:
+    def check(self, number: int, raw: int, inputs: Any, outputs: Any, also: Sequence[torch.Tensor]) -> dict[str, str]:
         """Launch the check of replay `number`, waiting for nothing; by name, which outputs have moved, and how.
 
         Raises UsageError for tensors that cannot be those of the layout, ReferenceFailed.
@@ -130,8 +127,8 @@ class Lane:
             # The graphs read the tensors that were bound; these are read one by one.
             there = self.inputs.checked(now_inputs), self.outputs.checked(now_outputs)
             take, collect, restore = (_plain(pieces) for pieces in self._exchanges(*there))
-        self._stream.before_taking()
-        facts.send(number, raw)
+        server = self._stream.before_taking()
+        self._facts.send(number, raw)
         take()
         if self.plan.reference is not None:
             try:
@@ -141,7 +138,7 @@ class Lane:
                 raise ReferenceFailed(f"the reference raised {type(error).__name__}: {error}") from error
             finally:
                 restore()
-        self._stream.after_taking(self._judge)
+        self._stream.after_taking(server, self._judge)
         return self.outputs.changes(now_outputs) if moved_outputs else {}
 
     # What the host collects ------------------------------------------------------------------------------------------
@@ -272,7 +269,7 @@ class Lane:
         return [dataclasses.replace(region, want_per_request=False) for region in regions]
 
     def _keep_evidence(self, compared: Tensors) -> None:
-        now = {"facts": self._facts, **_control(self.legal.control)}
+        now = {"facts": self._facts.tensor, **_control(self.legal.control)}
         now |= {f"taken.{name}": value for name, value in self.taken.values.items()}
         old = {_OLD + name: value for name, value in now.items()}
         old |= {_OLD + name: value for name, value in compared.items() if name.startswith("want.")}
@@ -303,6 +300,7 @@ class Lane:
     # On the overlay's own stream -----------------------------------------------------------------------------------
 
     def _judge_what_was_taken(self) -> None:
+        self._facts.read()
         self._record()
         self.legal.update()
         if self._oracle is not None:

@@ -16,7 +16,8 @@ from dsa_verify.diagnose import Evidence, Moment, describe_place, diagnose_field
 from dsa_verify.findings import Diagnosis
 from dsa_verify.judge import Difference, Phase, Tally, expected_words, live_words
 from dsa_verify.overlay_inputs import ADDS_DRAFT, SLOTS_REGION
-from dsa_verify.overlay_lane import NUMBER, RAW, Lane
+from dsa_verify.overlay_lane import Lane
+from dsa_verify.overlay_launch import Facts
 from dsa_verify.regions import Kind
 
 LINE_SCHEMA: Final = 1
@@ -181,9 +182,9 @@ def _moment(lane: Lane, evidence: Host, prefix: str) -> Moment:
     rows = int(evidence[prefix + "token_rows"])
     owners = evidence[prefix + "row_request"].tolist()[:rows]
     return Moment(
-        round=facts[NUMBER],
+        round=facts[Facts.NUMBER],
         bucket=lane.bucket,
-        raw=facts[RAW],
+        raw=facts[Facts.RAW],
         seq_lens=tuple(evidence[prefix + "taken.seq_lens"].tolist()),
         requests=tuple(evidence[prefix + "taken.req_pool_indices"].tolist()),
         row_request=tuple(owners),

@@ -77,7 +77,7 @@ class Shared:
         layout = setup.system.layout(setup.geometry, bucket)
         device = Sources.of_inputs(layout, inputs, setup.input_names).device
         stream = OwnStream(device)
-        made = cls(stream=stream, facts=stream.facts(2))
+        made = cls(stream=stream, facts=stream.facts())
         if setup.keep_rounds:
             made.ring = CaptureRing(
                 setup.system.name,

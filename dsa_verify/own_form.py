@@ -33,10 +33,10 @@ class PadRows:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OwnForm:
-    """`pads`: by field, what rows of pad requests hold where there is a live request too; in an idle round they are not
-    judged. `aliases`: by field, which field it is a view of (None: of none). `shared`: every buffer serves all
+    """`pads`: by field, what rows of pad requests hold; in a round without a request that the engine can be given they
+    are not judged. `aliases`: by field, which field it is a view of (None: of none). `shared`: every buffer serves all
     captured batches. `outside(inputs)`: bool [bucket] on the device, requests that the engine cannot be given, whose
-    rows are not judged.
+    rows are not judged; of pad requests it may say anything.
     """
 
     pads: Mapping[str, PadRows] = dataclasses.field(default_factory=dict)
@@ -111,9 +111,8 @@ class OwnRows:
     def update(self) -> None:
         """Reads `got` and `want`; asynchronous and capturable."""
         is_pad = self._inputs.req_pool_indices == PAD_REQUEST
-        unjudged = is_pad & is_pad.all()
-        if self._outside is not None:
-            unjudged = unjudged | (self._outside(self._inputs) & ~is_pad)
+        none = is_pad if self._outside is None else is_pad | self._outside(self._inputs)
+        unjudged = (none & ~is_pad) | none.all()
         owner = self._control.row_request[: self._shape[0]].long() if self._by_token else slice(None)
         got, want = self._got.reshape(self._shape), self._want.reshape(self._want.shape[0], -1)
         want = want[owner] if self._want_per_request else want

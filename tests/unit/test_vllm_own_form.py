@@ -151,3 +151,12 @@ def test_a_request_that_the_engine_cannot_be_given_is_not_judged() -> None:
     form = dataclasses.replace(DraftExtend.own_form(), pads={"dsa_seqlens_expanded": PadRows(value=0)})
     got = int32(-1, 0, 9, 3)
     assert shown(layout, form, "dsa_seqlens_expanded", got, want, [3, 1]) == [0, 0, 9, 3]
+
+
+def test_pad_rows_beside_no_request_that_the_engine_can_be_given_are_not_judged() -> None:
+    layout = target_verify(small(draft_tokens=2), 2)
+    want = int32(0, 0, 2, 3)
+    form = dataclasses.replace(DraftExtend.own_form(), pads={"dsa_seqlens_expanded": PadRows(value=0)})
+    got = int32(-1, 0, 9, 9)
+    assert shown(layout, form, "dsa_seqlens_expanded", got, want, [3, 0]) == [0, 0, 2, 3]
+    assert shown(layout, form, "dsa_seqlens_expanded", got, want, [1, 0]) == [-1, 0, 9, 9]

@@ -78,6 +78,13 @@ def test_rows_of_requests_where_vllm_has_them() -> None:
     assert findings_of("target_verify", draft_tokens=2) == []
 
 
+@pytest.mark.parametrize("name", ["draft_extend", "draft_extend_varlen", "draft_extend_adaptive"])
+def test_requests_of_which_none_is_extended_are_no_step_of_vllms(name: str) -> None:
+    none = [dataclasses.replace(each, extend_lens=(0,) * len(each.seq_lens)) for each in ROUNDS]
+    some = rounds_of("draft_extend")[-len(ROUNDS) :]
+    assert findings_of(name, [each for pair in zip(some, none, strict=True) for each in pair]) == []
+
+
 def test_a_result_says_which_files_it_judged() -> None:
     job = Job.make(SYSTEMS["decode"], Geometry.resolve("tiny"), (2,), 0, "vllm:decode", None, backend())
     found = job.factory.provenance()  # type: ignore[attr-defined]

@@ -103,9 +103,7 @@ class _Step:
         self._metadata = self._runner.dummy_step(self._batch)
 
     def before_replay(self) -> None:
-        metadata = self._runner.step(self._requests(), self._batch)
-        # Where no request has a query token there is nothing to run, and vLLM makes no metadata.
-        self._metadata = self._metadata if metadata is None else metadata
+        self._metadata = self._runner.step(self._requests(), self._batch)
 
     def in_graph(self) -> None:
         state = self._runner
@@ -185,10 +183,12 @@ class _Step:
 _RUNNERS: weakref.WeakValueDictionary[Any, Runner] = weakref.WeakValueDictionary()
 
 
-def _shorter_than_its_extension(inputs: Inputs) -> torch.Tensor:
-    """vLLM adds a step's tokens to those computed before, of which there would be fewer than none."""
+def _no_step_of_vllm(inputs: Inputs) -> torch.Tensor:
+    """Requests shorter than their extension, since vLLM adds a step's tokens to those computed before, of which there
+    would be fewer than none; and all, where none is extended, since vLLM then runs no step."""
     assert inputs.extend_lens is not None, "draft_extend has extend_lens (contract 1.3)"
-    return inputs.seq_lens < inputs.extend_lens
+    extended = (inputs.extend_lens > 0) & (inputs.req_pool_indices != PAD_REQUEST)
+    return (inputs.seq_lens < inputs.extend_lens) | ~extended.any()
 
 
 class Decode(_Step):
@@ -235,7 +235,7 @@ class DraftExtend(_Step):
 
     @staticmethod
     def own_form() -> OwnForm:
-        return dataclasses.replace(_Step.own_form(), outside=_shorter_than_its_extension)
+        return dataclasses.replace(_Step.own_form(), outside=_no_step_of_vllm)
 
     def _lengths(self) -> list[tuple[int, int]]:
         assert self._inputs.extend_lens is not None, "draft_extend has extend_lens (contract 1.3)"

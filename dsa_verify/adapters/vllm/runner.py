@@ -99,9 +99,9 @@ class Runner:
     def step(self, requests: Sequence[Request], batch: int) -> Any:
         """Prepare a step of `requests`, padded to `batch` requests of `query` tokens; vLLM's metadata of it.
 
-        An idle step (no request) is vLLM's dummy run. None if no request has a query token.
+        A step without a query token is none of vLLM's: where another rank has work, it is vLLM's dummy run.
         """
-        if not requests:
+        if not any(request.query for request in requests):
             return self.dummy_step(batch)
         idx_mapping = self.write_states(requests)
         queries = [request.query for request in requests]
@@ -155,8 +155,6 @@ class Runner:
         return starts
 
     def _build(self, table: torch.Tensor, starts: Starts, lengths: Starts, batch: int) -> Any:
-        if not starts[-1]:
-            return None
         cpu = torch.from_numpy(starts)
         tokens = batch * self._query
         common = wheel.attribute(BACKEND, "CommonAttentionMetadata")(
