@@ -13,6 +13,8 @@ import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+import torch
+
 from dsa_verify.contract import Row
 from dsa_verify.findings import Diagnosis
 
@@ -82,17 +84,19 @@ def rounded_id(evidence: Evidence, e: Element) -> Explanation | None:
     if place is None or selection is None or place[1] not in ("localized", "packed", "packed_counts"):
         return None
     rank, name = place
-    ids = selection[e.row].tolist()
-    lost = next((each for each in ids if _single(each) != each), None)
-    if lost is None:
+    ids = selection[e.row].long()
+    lost = ids[_single(ids) != ids]
+    if not len(lost):
         return None
-    shares = [_share_in_float32(evidence, each, rank) for each in ids]
-    owned = [share for share in shares if share >= 0]
-    given = {"localized": shares, "packed": owned + [-1] * (len(ids) - len(owned)), "packed_counts": [len(owned)]}
-    if given[name][e.column] != e.got:
+    shares = _shares_in_float32(evidence, ids, rank)
+    owned = shares[shares >= 0]
+    given = {"localized": shares, "packed": owned, "packed_counts": torch.tensor([len(owned)])}[name]
+    if (int(given[e.column]) if e.column < len(given) else -1) != e.got:
         return None
-    where = "which makes another rank its owner" if _owner_changes(evidence, lost) else "which is another row"
-    text = f"that is right for the ids in float32, which holds {lost} as {_single(lost)}, {where} (contract 8.3)"
+    slot, kept = int(lost[0]), int(_single(lost[0]))
+    moved = _place(evidence, slot)[0] != _place(evidence, kept)[0]
+    where = "which makes another rank its owner" if moved else "which is another row"
+    text = f"that is right for the ids in float32, which holds {slot} as {kept}, {where} (contract 8.3)"
     return Diagnosis.WRONG_OWNER, text
 
 
@@ -156,19 +160,17 @@ def _held(evidence: Evidence, rank: int, row: int, column: int) -> int | None:
     return int(pool[row, column]) if pool is not None and row < pool.shape[0] else None
 
 
-def _single(value: int) -> int:
-    """`value` after a float32 has held it."""
-    single: float = struct.unpack("<f", struct.pack("<f", value))[0]
-    return int(single)
+def _single(values: torch.Tensor) -> torch.Tensor:
+    """int64 `values` after a float32 has held them."""
+    return values.float().long()
 
 
-def _share_in_float32(evidence: Evidence, slot: int, rank: int) -> int:
-    owner, row = _place(evidence, _single(slot)) if slot >= 0 else (-1, -1)
-    return _single(row) if owner == rank else -1
-
-
-def _owner_changes(evidence: Evidence, slot: int) -> bool:
-    return _place(evidence, slot)[0] != _place(evidence, _single(slot))[0]
+def _shares_in_float32(evidence: Evidence, slots: torch.Tensor, rank: int) -> torch.Tensor:
+    """Of int64 virtual `slots`, the local row of each that `rank` owns, -1 for the others, all in float32."""
+    geometry, single = evidence.layout.geometry, _single(slots)
+    turn = single // geometry.dcp_block
+    row = turn // geometry.dcp_size * geometry.dcp_block + single % geometry.dcp_block
+    return torch.where((slots >= 0) & (turn % geometry.dcp_size == rank), _single(row), -1)
 
 
 def _as_float(word: int) -> float:
