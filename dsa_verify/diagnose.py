@@ -28,6 +28,7 @@ from dsa_verify.rounds import owner_of_slot
 
 Explanation = tuple[Diagnosis, str]
 _ITEM_COLUMNS: Final = (("threshold", "number of items"), ("row", "length"))
+_INT32_END: Final = 1 << 31
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +129,9 @@ def diagnose_field(evidence: Evidence, differences: Sequence[Difference]) -> tup
         if count > best[0]:
             best = (count, of_first)
     diagnosis, why = best[1]
+    if field.elements >= _INT32_END and diagnosis in (Diagnosis.NEVER_WRITTEN, Diagnosis.STALE, Diagnosis.FROZEN):
+        why += f"; {field.rows} rows of {field.columns} are {field.elements} elements, which 32 bits do not hold"
+        why += " (contract 2.2)"
     got, want = shown(field, first.got), shown(field, first.want)
     return diagnosis, f"{diagnosis.value}: {place} is {got}, must be {want}: {why}", place
 
@@ -222,6 +226,20 @@ def _never_written(evidence: Evidence, e: Element) -> Explanation | None:
         return Diagnosis.NEVER_WRITTEN, f"it still holds the poison, so it was never written {since}"
     if now.poison == "plausible" and e.got == plausible_word(e.region, now.round, e.row, e.word):
         return Diagnosis.NEVER_WRITTEN, "it still holds the plausible poison, so it was never written in this replay"
+    return None
+
+
+def _rows_taken_for_adjacent(evidence: Evidence, e: Element) -> Explanation | None:
+    """Of a table with a gap behind each row: what would be there, or would have been read, if there were none."""
+    columns, stride = e.field.columns, e.field.columns + e.field.row_gap
+    if columns == stride or e.row == 0:
+        return None
+    written = divmod(e.row * stride + e.column, columns)
+    read = divmod(e.row * columns + e.column, stride)
+    for (row, column), what in ((written, "written"), (read, "read")):
+        if evidence.now.value(e.field, row, column) == e.got:
+            text = f"that is [{row}, {column}]: rows that begin {stride} elements behind one another were {what} as if "
+            return Diagnosis.WRONG_VALUE, f"{text}they lay {columns} apart (contract 2.2)"
     return None
 
 
@@ -359,6 +377,7 @@ def _owner(evidence: Evidence, e: Element, value: int) -> tuple[int, int] | None
 EXPLANATIONS: Final[tuple[Callable[[Evidence, Element], Explanation | None], ...]] = (
     _never_written,
     *diagnose_dcp.EXPLANATIONS,
+    _rows_taken_for_adjacent,
     _other_request_in_table,
     _earlier_round,
     _capture,

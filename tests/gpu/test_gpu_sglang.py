@@ -177,7 +177,7 @@ def test_a_batch_that_is_empty_throughout_ends_the_process(name: str, schedules:
     """Contract 3.6: from the subject's name alone, and again from the case that is left."""
 
     command = [sys.executable, "-m", "dsa_verify.cli", "replay", "--device", "cuda", "--findings", str(tmp_path)]
-    options = [f"--subject=sglang:{name}", "--edges", "--batch", "1", "--rounds", "1", "--set", "wide_table=false"]
+    options = [f"--subject=sglang:{name}", "--edges", "--batch", "1", "--rounds", "1", "--set", "context=8192"]
     case: list[str] = []
     for arguments in (options, case):
         done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300, check=False)

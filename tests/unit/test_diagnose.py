@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -131,6 +132,29 @@ def test_the_slot_of_an_earlier_request_of_this_row_means_a_stale_map():
     diagnosis, sentence, _ = diagnose(difference("page_table_1", 4, slot(6, 8), 8), earlier=earlier)
     assert diagnosis is Diagnosis.REQUEST_MAP
     assert sentence.endswith("that is request 6, which sat in this batch row in round 3: a stale map")
+
+
+@pytest.mark.parametrize(
+    "got, says", [(slot(5, 0), r"\[1, 0\]: .* read as"), (slot(2, 12), r"\[4, 12\]: .* written as")]
+)
+def test_rows_taken_for_adjacent(got: int, says: str):
+    """Token row 2, column 4: 60 columns and a gap of 64."""
+    layout = SYSTEMS["target_verify"].layout(GEOMETRY.replace(table_view="strided"), BUCKET)
+    evidence = Evidence(layout=layout, now=moment(), earlier=(), capture=IDLE)
+    _, sentence, _ = diagnose_field(evidence, [difference("page_table_1", 2, got, 4)])
+    assert re.search(says + r" if they lay 60 apart \(contract 2.2\)$", sentence), sentence
+    assert "124 elements behind" in sentence
+    assert "apart" not in diagnose(difference("page_table_1", 2, got, 4))[1], "no gap, no such rows"
+
+
+@pytest.mark.parametrize("columns, wide", [(1 << 19, True), ((1 << 19) - 1, False)])
+def test_a_table_that_32_bits_do_not_count_is_told(columns: int, wide: bool):
+    layout = layout_of()
+    field = dataclasses.replace(layout["page_table_1"], shape=(1 << 12, columns))
+    evidence = Evidence(layout=dataclasses.replace(layout, fields=(field,)), now=moment(), earlier=(), capture=IDLE)
+    _, sentence, _ = diagnose_field(evidence, [difference("page_table_1", 2, LOUD_WORD, 4)])
+    told = sentence.endswith("4096 rows of 524288 are 2147483648 elements, which 32 bits do not hold (contract 2.2)")
+    assert told is wide
 
 
 def test_the_value_of_an_earlier_round_means_stale():

@@ -78,6 +78,8 @@ def test_a_pipeline_that_takes_rows_for_adjacent_is_found() -> None:
     run = run_of(gap_edge("decode"), Adjacent)
     width = gap_edge("decode").geometry.columns
     assert {finding.field for finding in run.findings} == {"page_table_1"}
+    (wrong,) = [finding for finding in run.findings if finding.diagnosis is not Diagnosis.PAST_THE_END]
+    assert "elements behind one another were written as if they lay" in wrong.sentence, wrong.sentence
     (guard,) = [finding for finding in run.findings if finding.diagnosis is Diagnosis.PAST_THE_END]
     assert "into the gap behind the rows of page_table_1, the first 0 bytes beyond the end of row 0" in guard.sentence
     assert run.counts.guard_hits >= min(width, TABLE_GAP)
