@@ -16,6 +16,7 @@ from typing import Final
 import torch
 
 from dsa_verify import diagnose_dcp
+from dsa_verify.arena import GUARD_WORD
 from dsa_verify.contract import Compare, Field, Layout, Live, Row
 from dsa_verify.findings import Diagnosis
 from dsa_verify.judge import Difference, Phase
@@ -237,10 +238,22 @@ def _rows_taken_for_adjacent(evidence: Evidence, e: Element) -> Explanation | No
     written = divmod(e.row * stride + e.column, columns)
     read = divmod(e.row * columns + e.column, stride)
     for (row, column), what in ((written, "written"), (read, "read")):
-        if evidence.now.value(e.field, row, column) == e.got:
-            text = f"that is [{row}, {column}]: rows that begin {stride} elements behind one another were {what} as if "
-            return Diagnosis.WRONG_VALUE, f"{text}they lay {columns} apart (contract 2.2)"
+        in_gap = what == "read" and column >= columns
+        if e.got == GUARD_WORD if in_gap else _stands_for(evidence, e, row, column):
+            place = f"what lies in the gap behind row {row}" if in_gap else f"[{row}, {column}]"
+            text = f"that is {place}: rows that begin {stride} elements behind one another were {what} as if they lay "
+            return Diagnosis.WRONG_VALUE, f"{text}{columns} apart (contract 2.2)"
     return None
+
+
+def _stands_for(evidence: Evidence, e: Element, row: int, column: int) -> bool:
+    """Whether what was got is what belongs to another place of the field, of a table also beyond the live length."""
+    if evidence.now.value(e.field, row, column) == e.got:
+        return True
+    batch_row = evidence.now.batch_row(e.field, row)
+    if not _is_table(e.field) or batch_row is None or column >= e.field.columns:
+        return False
+    return _owner(evidence, e, e.got) == (evidence.now.requests[batch_row], column * e.field.column_step)
 
 
 def _other_request_in_table(evidence: Evidence, e: Element) -> Explanation | None:

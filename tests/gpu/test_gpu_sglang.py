@@ -187,7 +187,6 @@ def test_a_batch_that_is_empty_throughout_ends_the_process(name: str, schedules:
     assert len(read_case(Path(case[0])).rounds) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", BASIC)
 def test_the_fused_kernels_fill_tables_of_2_31_elements(name: str) -> None:
     (edge,) = edges_of(name, wide=True)
@@ -195,7 +194,6 @@ def test_the_fused_kernels_fill_tables_of_2_31_elements(name: str) -> None:
     expect_equal(run_of(name, [edge.config]), edge.config.rounds)
 
 
-@pytest.mark.slow
 def test_the_copy_leaves_a_table_of_2_31_elements_uncopied(copies: None) -> None:
     """Contract 2.2: the lengths are copied, the tables are not, and nothing is raised."""
     edge = edges_of("mtp", wide=True)[0]

@@ -135,16 +135,22 @@ def test_the_slot_of_an_earlier_request_of_this_row_means_a_stale_map():
 
 
 @pytest.mark.parametrize(
-    "got, says", [(slot(5, 0), r"\[1, 0\]: .* read as"), (slot(2, 12), r"\[4, 12\]: .* written as")]
+    "row, column, got, says",
+    [
+        (2, 4, slot(2, 12), r"\[4, 12\]: .* written as"),
+        (2, 4, slot(5, 0), r"\[1, 0\]: .* read as"),
+        (3, 0, slot(5, 56), r"\[1, 56\]: .* read as"),  # beyond its length, and yet known by its owner
+        (1, 2, GUARD_WORD, r"what lies in the gap behind row 0: .* read as"),
+    ],
 )
-def test_rows_taken_for_adjacent(got: int, says: str):
-    """Token row 2, column 4: 60 columns and a gap of 64."""
+def test_rows_taken_for_adjacent(row: int, column: int, got: int, says: str):
+    """60 columns and a gap of 64."""
     layout = SYSTEMS["target_verify"].layout(GEOMETRY.replace(table_view="strided"), BUCKET)
     evidence = Evidence(layout=layout, now=moment(), earlier=(), capture=IDLE)
-    _, sentence, _ = diagnose_field(evidence, [difference("page_table_1", 2, got, 4)])
+    _, sentence, _ = diagnose_field(evidence, [difference("page_table_1", row, got, column)])
     assert re.search(says + r" if they lay 60 apart \(contract 2.2\)$", sentence), sentence
     assert "124 elements behind" in sentence
-    assert "apart" not in diagnose(difference("page_table_1", 2, got, 4))[1], "no gap, no such rows"
+    assert "apart" not in diagnose(difference("page_table_1", row, got, column))[1], "no gap, no such rows"
 
 
 @pytest.mark.parametrize("columns, wide", [(1 << 19, True), ((1 << 19) - 1, False)])

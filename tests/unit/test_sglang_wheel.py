@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from fake_sglang import importable, lay_out
 
 from dsa_verify.adapters.sglang import wheel
@@ -74,6 +76,16 @@ def test_whatever_an_import_raises_is_passed_on_in_words(tree: Tree) -> None:
     tree(version="__version__ = '0.5.23'", thing="raise OSError('no driver')")
     text = refusal(lambda: wheel.require("sglang.thing"))
     assert text.startswith("importing sglang.thing raised OSError: no driver; this is sglang 0.5.23 with torch ")
+
+
+@pytest.mark.parametrize("ending", ["", "raise OSError('no driver')"])
+def test_triton_is_left_as_it_is_for_kernels_of_others(tree: Tree, ending: str) -> None:
+    """SGLang's utilities replace one of its functions by one that no kernel can call."""
+    own = triton.next_power_of_2
+    tree(thing=f"import triton\nsetattr(triton, 'next_power_of_2', lambda n: n)\n{ending}")
+    with contextlib.suppress(UsageError):
+        wheel.require("sglang.thing")
+    assert triton.next_power_of_2 is own
 
 
 def test_on_a_cpu_only_the_question_for_a_gpu_is_left_out(tree: Tree) -> None:

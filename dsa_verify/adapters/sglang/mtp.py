@@ -20,7 +20,7 @@ from dsa_verify.adapters.sglang import indexer, kpool, wheel
 from dsa_verify.adapters.sglang.basic import KERNELS, POOLED_KERNELS, Decode
 from dsa_verify.adapters.sglang.indexer import Indexer
 from dsa_verify.adapters.sglang.kpool import KPool
-from dsa_verify.arena import TORCH_DTYPES
+from dsa_verify.arena import GUARD_WORD, TORCH_DTYPES
 from dsa_verify.contract import Layout
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import Geometry
@@ -315,7 +315,8 @@ def new_record(geometry: Geometry, bucket: int, device: torch.device) -> Buffers
         if field.alias is None:
             gap = field.row_gap
             shape = (*field.shape[:-1], field.shape[-1] + gap)
-            whole = torch.empty(shape, dtype=TORCH_DTYPES[field.dtype], device=device)
+            # So that a copy from a gap can be told.
+            whole = torch.full(shape, GUARD_WORD, dtype=TORCH_DTYPES[field.dtype], device=device)
             tensors[field.name] = whole[..., : field.shape[-1]]
         else:
             source = tensors[field.alias]

@@ -8,12 +8,13 @@ looked for when a subject is made.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib
 import importlib.util
 import inspect
 import linecache
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -37,7 +38,8 @@ def require(module: str) -> ModuleType:
     UsageError where that fails: it names the package, the module or the dependency that is missing and how to get it.
     """
     try:
-        return importlib.import_module(module)
+        with _triton_left_as_it_is():
+            return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise UsageError(_what_is_missing(module, error)) from error
     except Exception as error:  # SGLang asks for drivers, toolkits and versions while it is imported
@@ -45,6 +47,19 @@ def require(module: str) -> ModuleType:
             f"importing {module} raised {type(error).__name__}: {error}; this is {PACKAGE} {version()} with "
             f"torch {torch.__version__}"
         ) from error
+
+
+@contextlib.contextmanager
+def _triton_left_as_it_is() -> Iterator[None]:
+    """SGLang's utilities put a function of their own in the place of `triton.next_power_of_2`, which then cannot be
+    called in a kernel any more: the kernels of another subject in this process would not compile."""
+    import triton
+
+    own = triton.next_power_of_2
+    try:
+        yield
+    finally:
+        triton.next_power_of_2 = own
 
 
 def _what_is_missing(module: str, error: ModuleNotFoundError) -> str:
