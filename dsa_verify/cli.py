@@ -28,6 +28,7 @@ Exit status:
   4  nothing was verified
   5  the device was lost
   6  flaky: a difference that did not show again
+  8  memory did not suffice: no verdict
   130  interrupted; results so far are saved
 """
 

@@ -13,6 +13,7 @@ STATUS_HARNESS = 3
 STATUS_NOTHING_VERIFIED = 4
 STATUS_DEVICE_LOST = 5
 STATUS_FLAKY = 6
+STATUS_OUT_OF_MEMORY = 8
 STATUS_INTERRUPTED = 130
 
 
@@ -57,6 +58,12 @@ class NothingVerified(DsaVerifyError):
     """The run ended without checking a single round."""
 
     status = STATUS_NOTHING_VERIFIED
+
+
+class OutOfMemory(DsaVerifyError):
+    """Memory did not suffice: no verdict about the subject."""
+
+    status = STATUS_OUT_OF_MEMORY
 
 
 class DeviceLost(DsaVerifyError):

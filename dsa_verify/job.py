@@ -13,6 +13,7 @@ from dsa_verify.faults import check_field, forgotten_inputs, plant
 from dsa_verify.geometry import Geometry
 from dsa_verify.graphs import Backend
 from dsa_verify.matrix import REMAPS_PER_ROUND
+from dsa_verify.memory import memory_told_apart
 from dsa_verify.own_form import own_form
 from dsa_verify.replayer import Replayer
 from dsa_verify.rounds import RoundTable, tabulate
@@ -87,23 +88,25 @@ class Job:
         return f"{module}:{name}" if module and name else repr(subject), subject
 
     def open(self, rounds: int, remap_slots: int = REMAPS_PER_ROUND, *, record: bool = False) -> Replayer:
-        """Allocate and capture for tables of up to `rounds` rounds."""
+        """Allocate and capture for tables of up to `rounds` rounds. This and what it opens raise OutOfMemory where
+        memory does not suffice."""
         # Planted anew each time: a fault knows the buckets of its own run only.
         factory = self.factory if self.fault is None else plant(self.fault, self.factory, self.system.name)
-        return Replayer(
-            self.system,
-            self.geometry,
-            self.buckets,
-            factory,
-            self.backend,
-            capacity=max(rounds, 1),
-            remap_slots=remap_slots,
-            record=record,
-            forget=forgotten_inputs(self.fault),
-            leave_out=self.not_covered,
-            form=own_form(self.factory),
-            waivers=self.waivers,
-        )
+        with memory_told_apart():
+            return Replayer(
+                self.system,
+                self.geometry,
+                self.buckets,
+                factory,
+                self.backend,
+                capacity=max(rounds, 1),
+                remap_slots=remap_slots,
+                record=record,
+                forget=forgotten_inputs(self.fault),
+                leave_out=self.not_covered,
+                form=own_form(self.factory),
+                waivers=self.waivers,
+            )
 
     def table(self, rounds: Sequence[Round], remap_slots: int = REMAPS_PER_ROUND) -> RoundTable:
         """`rounds` as a table that starts from request pages never remapped."""

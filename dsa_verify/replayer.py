@@ -36,6 +36,7 @@ from dsa_verify.glue_routing import Route, route
 from dsa_verify.graphs import Backend, Graph
 from dsa_verify.judge import RING_ENTRIES, Judge, Phase, Tally
 from dsa_verify.law_watch import LawWatch
+from dsa_verify.memory import memory_told_apart
 from dsa_verify.own_form import CONTRACT_FORM, OwnForm, OwnRows
 from dsa_verify.poison import Poison
 from dsa_verify.regions import (
@@ -193,10 +194,11 @@ class Replayer:
         rounds = zip(table.bucket.tolist(), table.raw.tolist(), table.twice.tolist(), strict=True)
         before = self._compilations()
         try:
-            for i, (bucket, raw, twice) in enumerate(rounds):
-                self._round(self.lanes[bucket], raw, bool(twice))
-                if after_round is not None and after_round(self.lanes[bucket], i):
-                    return
+            with memory_told_apart():
+                for i, (bucket, raw, twice) in enumerate(rounds):
+                    self._round(self.lanes[bucket], raw, bool(twice))
+                    if after_round is not None and after_round(self.lanes[bucket], i):
+                        return
         finally:
             self.compilations_after_warmup += self._compilations() - before
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import pytest
 import torch
 
-from dsa_verify.errors import DeviceLost, UsageError
+from dsa_verify.errors import DeviceLost, OutOfMemory, UsageError
 from dsa_verify.findings import Finding
 from dsa_verify.graphs import open_backend
 from dsa_verify.matrix import Config, diagnostic_matrix
@@ -148,6 +148,8 @@ class Verification:
             work(Runner(backend=self._backend, folder=folder, ledger=self._ledger))
         except UsageError as error:
             raise pytest.UsageError(str(error)) from None
+        except OutOfMemory as lack:
+            raise pytest.fail.Exception(str(lack), pytrace=False) from None
         except DeviceLost as lost:
             session.stop("the device is lost: nothing this process says about it from here on may be believed")
             raise pytest.fail.Exception(str(lost), pytrace=False) from None

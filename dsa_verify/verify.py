@@ -23,6 +23,7 @@ from dsa_verify.findings import Finding
 from dsa_verify.job import Job
 from dsa_verify.judge import Tally
 from dsa_verify.matrix import CHUNK_ROUNDS, undefined_when_empty
+from dsa_verify.memory import memory_told_apart
 from dsa_verify.regions import Kind
 from dsa_verify.replayer import Lane, Replayer, SubjectFault
 from dsa_verify.rounds import RoundTable
@@ -80,25 +81,26 @@ def verify_rounds(
 
     `counts` is added to even if the run is interrupted; `on_rounds(n)` is called after n more rounds. `waivers_due`:
     whether these rounds have to show what is waived, if they come to their end. Raises DeviceLost (the rounds are saved
-    first) and HarnessError.
+    first), OutOfMemory and HarnessError.
     """
     counts.configs += 1
     ended = False
     replayer: Replayer | None = None
     recent = _Recent()
     try:
-        for table in chunks:
-            recent.append(table)
-            with _journal(job, table, folder):
-                if replayer is None:
-                    replayer = job.open(max(len(table), CHUNK_ROUNDS), table.remap_rows.shape[1])
-                _replay(replayer, table, on_rounds)
-                wrong = first_wrong_round(replayer, replayer.poll())
-            if wrong is not None:
-                return _explain(job, recent.up_to(wrong), replayer, folder)
-            beyond = _explain_waived(job, recent, replayer, folder)
-            if beyond:
-                return beyond
+        with memory_told_apart():
+            for table in chunks:
+                recent.append(table)
+                with _journal(job, table, folder):
+                    if replayer is None:
+                        replayer = job.open(max(len(table), CHUNK_ROUNDS), table.remap_rows.shape[1])
+                    _replay(replayer, table, on_rounds)
+                    wrong = first_wrong_round(replayer, replayer.poll())
+                if wrong is not None:
+                    return _explain(job, recent.up_to(wrong), replayer, folder)
+                beyond = _explain_waived(job, recent, replayer, folder)
+                if beyond:
+                    return beyond
         ended = True
         return []
     except SubjectFault as fault:

@@ -7,21 +7,19 @@ dead is what it died of. Its age, and that of the progress beside it, is the hea
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from dsa_verify.job import Job
 from dsa_verify.matrix import REMAPS_PER_ROUND
-from dsa_verify.replayer import Lane, Replayer, SubjectFault
+from dsa_verify.replayer import Lane, Replayer
 from dsa_verify.rounds import RoundTable
 from dsa_verify.scenario import Scenario
 from dsa_verify.whole_files import write_whole
-from fuzz.memory import OutOfMemory, lack_of_memory
 from fuzz.shard_folder import JOURNAL_FILE, PROGRESS_FILE, STOP_FILE, campaign_root, write_json
 
 HEARTBEAT_S: Final = 0.5
@@ -92,8 +90,7 @@ class Journal:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JournalledJob(Job):
-    """A job that launches nothing that is not in `journal`. Where memory does not suffice, `open` and what it opens
-    raise OutOfMemory, as of a subject that lacks it nothing is known."""
+    """A job that launches nothing that is not in `journal`."""
 
     journal: Journal
 
@@ -105,24 +102,12 @@ class JournalledJob(Job):
     def open(self, rounds: int, remap_slots: int = REMAPS_PER_ROUND, *, record: bool = False) -> Replayer:
         self.journal.opening(self)
         # Not super(): a class with slots is made anew, and super() would ask for the old one.
-        with _memory_told_apart():
-            replayer = Job.open(self, rounds, remap_slots, record=record)
+        replayer = Job.open(self, rounds, remap_slots, record=record)
         run = replayer.run
 
         def journalled(table: RoundTable, *, after_round: Callable[[Lane, int], bool] | None = None) -> None:
             self.journal.launching(self, table)
-            with _memory_told_apart():
-                run(table, after_round=after_round)
+            run(table, after_round=after_round)
 
         replayer.run = journalled  # type: ignore[method-assign]
         return replayer
-
-
-@contextlib.contextmanager
-def _memory_told_apart() -> Iterator[None]:
-    try:
-        yield
-    except SubjectFault as fault:
-        if lack_of_memory(fault) is None:
-            raise
-        raise OutOfMemory(str(fault)) from fault

@@ -22,16 +22,17 @@ from dsa_verify.errors import (
     STATUS_EQUAL,
     STATUS_HARNESS,
     STATUS_INTERRUPTED,
+    STATUS_OUT_OF_MEMORY,
     DeviceLost,
     DsaVerifyError,
     UsageError,
 )
+from dsa_verify.memory import lack_of_memory
 from fuzz.locks import held
-from fuzz.memory import STATUS_OUT_OF_MEMORY, lack_of_memory
 from fuzz.plan import ShardSpec
 from fuzz.shard_folder import REPEAT_FOLDER, read_json, write_json
 
-# Beside those of errors.py, which say what a run means. 8 is memory.py's.
+# Beside those of errors.py, which say what a run means.
 STATUS_NO_ROOM: Final = 7
 
 RESULT_FILE: Final = "result.json"

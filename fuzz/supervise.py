@@ -26,6 +26,7 @@ from typing import Final
 from dsa_verify.errors import (
     STATUS_DEVICE_LOST,
     STATUS_EQUAL,
+    STATUS_OUT_OF_MEMORY,
     STATUS_USAGE,
     HarnessError,
     UsageError,
@@ -33,7 +34,6 @@ from dsa_verify.errors import (
 from dsa_verify.scenario import Scenario, read_case
 from dsa_verify.whole_files import write_whole
 from fuzz.locks import FolderInUse, Holder, held, holder, owned, this_host
-from fuzz.memory import STATUS_OUT_OF_MEMORY
 from fuzz.plan import PLAN_FILE, Plan, ShardSpec, parse_plan
 from fuzz.shard import LOCK_FILE, RESULT_FILE, SPEC_FILE, STATUS_NO_ROOM, ShardResult
 from fuzz.shard_folder import (

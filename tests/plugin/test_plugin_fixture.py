@@ -140,6 +140,25 @@ def test_inputs_as_the_test_asks(session, pytester: pytest.Pytester) -> None:
     assert '"index_dtype": "int32"' in case.read_text()
 
 
+def test_a_lack_of_memory_fails_the_test_in_words(session, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("""
+import torch
+from dsa_verify.pipelines.basic import Decode
+
+class Greedy(Decode):
+    def before_replay(self):
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+def test_greedy(dsa):
+    dsa.verify("decode", Greedy, batches=(1,))
+
+def test_after(dsa): dsa.verify("decode", batches=(1,), rounds=1)
+""")
+    result = pytester.runpytest_subprocess("--dsa-preset=tiny")
+    result.assert_outcomes(failed=1, passed=1)
+    result.stdout.fnmatch_lines(["*memory did not suffice: * raised *nothing is said of the subject*"])
+
+
 def test_a_lost_device_ends_the_session(session, pytester: pytest.Pytester) -> None:
     pytester.makepyfile("""
 from dsa_verify.faults import plant

@@ -13,14 +13,14 @@ import torch
 from support import DEVICE, SMALL, EagerDecode, decode_round, job_of
 
 from dsa_verify import verify as verify_module
-from dsa_verify.errors import HarnessError
+from dsa_verify.errors import HarnessError, OutOfMemory
+from dsa_verify.memory import lack_of_memory
 from dsa_verify.scenario import read_case
 from dsa_verify.whole_files import write_whole
 from fuzz import shard_work
 from fuzz import supervise as supervise_module
 from fuzz.campaign_report import summary
 from fuzz.journal import Journal, JournalledJob, Stopped
-from fuzz.memory import OutOfMemory, lack_of_memory
 from fuzz.plan import Plan, ShardSpec, settle_plan
 from fuzz.shard import ShardResult
 from fuzz.shard_folder import findings_in, read_progress, shard_folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -252,6 +253,25 @@ def test_a_module_of_the_users_own_is_loaded(dsa_verify: Cli, tmp_path: Path, mo
     )
     assert status == 0, text
     assert "of_my_own:Mine" in text
+
+
+@pytest.mark.parametrize("call", ["allocate(self, *given)", "before_replay(self)"])
+def test_a_lack_of_memory_is_no_finding(
+    dsa_verify: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    (tmp_path / f"greedy_{call[:4]}.py").write_text(
+        "import torch\nfrom dsa_verify.pipelines.basic import Decode\n"
+        f"class Greedy(Decode):\n    def {call}:\n        torch.empty(1 << 60, dtype=torch.uint8)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = ("--system", "decode", "--preset", "tiny", "--batch", "1", "--subject", f"greedy_{call[:4]}:Greedy")
+    for command in ("replay", "fuzz"):
+        status, text = dsa_verify(command, *options)
+        words = " ".join(text.split())
+        assert status == 8, text
+        assert re.search("memory did not suffice: [a-z-]+ raised RuntimeError: .*can't allocate memory", words), words
+        assert "FOUND" not in words
+        assert "ask for smaller batches (--batch)" in words
 
 
 def test_faults_are_listed(dsa_verify: Cli) -> None:

@@ -21,8 +21,8 @@ FATAL_ROUND = 19
 
 
 def work_shard(spec: Any, folder: Path, device: str) -> None:
+    from dsa_verify.errors import OutOfMemory
     from dsa_verify.whole_files import write_whole
-    from fuzz.memory import OutOfMemory
     from fuzz.shard import ShardResult
     from fuzz.shard_folder import STOP_FILE, FindingKey, FindingRecord, campaign_root, write_json
 

@@ -1,17 +1,14 @@
-"""Memory: what its lack looks like. It is no verdict about a subject.
-
-A shard that lacks memory is done again with half of the batch (supervise.py).
-"""
+"""Memory: what its lack looks like. It is no verdict about a subject, whoever asked for the memory."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Final
 
-from dsa_verify.errors import DsaVerifyError
+from dsa_verify.errors import DeviceLost, OutOfMemory
 
-# Of a shard's process; beside those of errors.py, which say what a run means.
-STATUS_OUT_OF_MEMORY: Final = 8
 # Allocators that have no exception of their own: the driver's (by PyTorch, by Triton), PyTorch's of the CPU, cuBLAS's.
 _SIGNS: Final = (
     "CUDA error: out of memory",
@@ -19,12 +16,25 @@ _SIGNS: Final = (
     "can't allocate memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
+_SHOWN: Final = 200  # characters of what an allocator says, which lists every process on the device
 
 
-class OutOfMemory(DsaVerifyError):
-    """Memory did not suffice: no verdict about the subject."""
-
-    status = STATUS_OUT_OF_MEMORY
+@contextlib.contextmanager
+def memory_told_apart() -> Iterator[None]:
+    """What is raised inside for want of memory becomes OutOfMemory, a subject's failure, too."""
+    try:
+        yield
+    except (OutOfMemory, DeviceLost):
+        raise
+    except Exception as error:
+        if lack_of_memory(error) is None:
+            raise
+        said = " ".join(str(error).split()) or type(error).__name__
+        said = said if len(said) <= _SHOWN else said[:_SHOWN] + "..."
+        raise OutOfMemory(
+            f"memory did not suffice: {said}; nothing is said of the subject; free some, or ask "
+            "for smaller batches (--batch) or a shorter context (--set context=...)"
+        ) from error
 
 
 def lack_of_memory(error: BaseException) -> BaseException | None:
