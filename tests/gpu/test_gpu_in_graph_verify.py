@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -34,13 +34,6 @@ SUBJECTS: tuple[SubjectFactory, ...] = (InGraphSubject, InGraphResidualSubject)
 BUCKETS = (48, 4)
 INPUTS = ("seq_lens", "req_pool_indices")
 EDGES = (1, 3, 4, 63, 64, 255, 256, 257, 2047, 2048, 2049, 4096, 100_001)
-
-
-@pytest.fixture(autouse=True)
-def memory_given_back() -> Iterator[None]:
-    yield
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
 
 
 def job_of(subject: SubjectFactory, geometry: Geometry, buckets: tuple[int, ...]) -> Job:

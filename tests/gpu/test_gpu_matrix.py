@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -26,13 +24,6 @@ systems = pytest.mark.parametrize("system", ["decode", "target_verify", "draft_e
 OTHERS = ("ragged_verify", "padded", "dcp")
 PRESETS = ("deepseek_v32", "glm53_flash")
 MILLION = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def memory_given_back() -> Iterator[None]:
-    yield
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
 
 
 def job_of(system: str, geometry: Geometry, buckets: tuple[int, ...]) -> Job:

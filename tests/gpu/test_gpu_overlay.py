@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from dsa_verify import faults
-from dsa_verify.capture_ring import CaptureRing
 from dsa_verify.errors import NothingVerified
 from dsa_verify.geometry import Geometry
 from dsa_verify.graphs import open_backend
 from dsa_verify.overlay import Overlay
+from dsa_verify.overlay.ring import CaptureRing
 from dsa_verify.pipelines.padded import Padded
 from dsa_verify.scenario import read_case
 
@@ -37,13 +37,6 @@ MODES = {"decode": 1, "verify": 4}
 def serving(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
     return importlib.import_module("serving_loop")
-
-
-@pytest.fixture(autouse=True)
-def memory_given_back() -> Iterator[None]:
-    yield
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ CUDA kernels for plans and copies, which are compiled at first use (half a minut
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -37,13 +37,6 @@ pytestmark = [
 # With 32 requests all of which may be empty, which DeepGEMM must not be given (contract 3.6).
 DECODE_BATCHES = (1, 4, 32, 48)
 BATCHES, DRAFTS = (1, 16, 48), (2, 6)
-
-
-@pytest.fixture(autouse=True)
-def memory_given_back() -> Iterator[None]:
-    yield
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
 
 
 def found_by_matrix(

@@ -4,7 +4,6 @@ CUDA graphs, and each published defect of theirs, found from the subject's name 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -26,13 +25,6 @@ pytestmark = [
     pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}"),
 ]
 ROUNDS = 17
-
-
-@pytest.fixture(autouse=True)
-def memory_given_back() -> Iterator[None]:
-    yield
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
 
 
 def found_by(name: str, batches: list[int], drafts: list[int] | None = None, **settings: object) -> list[Finding]:

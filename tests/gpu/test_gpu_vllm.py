@@ -7,7 +7,6 @@ Needs vLLM, or files of its wheel: PYTHONPATH=.vllm pytest tests/gpu/test_gpu_vl
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,13 +36,6 @@ pytestmark = [
 ]
 subjects = pytest.mark.parametrize("name", SUBJECTS)
 BLOCK = 64  # tokens; the only page that the indexer's kernels take
-
-
-@pytest.fixture(autouse=True)
-def memory_given_back() -> Iterator[None]:
-    yield
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
 
 
 def device() -> torch.device:

@@ -4,11 +4,9 @@ nothing, and says what it cannot say."""
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,9 +15,6 @@ import pytest
 import torch
 from support import DEVICE, EagerDecode, backend, small
 
-from dsa_verify.capture_case import MAX_CASE_BYTES, Recorded, to_case
-from dsa_verify.capture_pages import list_pages
-from dsa_verify.capture_ring import CaptureRing
 from dsa_verify.cli import main
 from dsa_verify.confirm import confirm
 from dsa_verify.errors import STATUS_MISMATCH, UsageError
@@ -27,6 +22,9 @@ from dsa_verify.findings import Diagnosis, Finding
 from dsa_verify.geometry import Geometry
 from dsa_verify.job import Job
 from dsa_verify.overlay import Overlay
+from dsa_verify.overlay.pages import list_pages
+from dsa_verify.overlay.ring import CaptureRing
+from dsa_verify.overlay.ring_case import MAX_CASE_BYTES, Recorded, to_case
 from dsa_verify.scenario import Scenario, parse_case, read_case
 from dsa_verify.subject import Buffers, Inputs
 from dsa_verify.systems import SYSTEMS
@@ -37,18 +35,7 @@ from oracles.padded import PaddedOracle
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def serving(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    return importlib.import_module("serving_loop")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class StaleDecode(EagerDecode):
@@ -380,7 +367,7 @@ def test_tokens_that_are_written_elsewhere_are_counted_while_recording(serving: 
 
 @pytest.mark.parametrize("page, columns", [(4, 22), (1, 9), (16, 40)])
 def test_the_page_kernel_lists_what_plain_torch_lists(page: int, columns: int) -> None:
-    from dsa_verify.capture_pages_kernel import launch
+    from dsa_verify.overlay.pages_kernel import launch
 
     generator = torch.Generator().manual_seed(page)
     pages = -(-columns // page)

@@ -10,7 +10,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,13 +19,14 @@ import pytest
 import torch
 from support import DEVICE, EagerDecode, backend, small
 
-from dsa_verify import faults, overlay_summary
+from dsa_verify import faults
 from dsa_verify.arena import Arena
 from dsa_verify.errors import STATUS_MISMATCH, STATUS_NOTHING_VERIFIED, NothingVerified, UsageError
 from dsa_verify.geometry import Geometry
 from dsa_verify.overlay import Overlay
-from dsa_verify.overlay_copy import GroupedCopy, Piece, copy_plainly
-from dsa_verify.overlay_summary import Summary
+from dsa_verify.overlay import summary as overlay_summary
+from dsa_verify.overlay.copies import GroupedCopy, Piece, copy_plainly
+from dsa_verify.overlay.summary import Summary
 from dsa_verify.registry import BufferRegistry
 from dsa_verify.static_inputs import static_inputs
 from dsa_verify.subject import Inputs
@@ -35,18 +36,7 @@ ROOT = Path(__file__).parents[2]
 BUCKET = 6
 
 
-@pytest.fixture
-def serving(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    return importlib.import_module("serving_loop")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def verify_geometry(**changes: Any) -> Geometry:
@@ -499,8 +489,10 @@ def imported_by(module: str, seen: set[str]) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             seen = imported_by(str(node.module), seen)
             for name in node.names:
-                if importlib.util.find_spec(str(node.module)).submodule_search_locations is not None:  # type: ignore[union-attr]
-                    seen = imported_by(f"{node.module}.{name.name}", seen)
+                part = f"{node.module}.{name.name}"
+                package = importlib.util.find_spec(str(node.module)).submodule_search_locations  # type: ignore[union-attr]
+                if package is not None and importlib.util.find_spec(part) is not None:
+                    seen = imported_by(part, seen)
     return seen
 
 
@@ -541,7 +533,7 @@ def pieces_of(index: torch.Tensor) -> tuple[list[Piece], list[torch.Tensor]]:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_the_copy_kernel_copies_what_plain_torch_copies(dtype: torch.dtype) -> None:
-    from dsa_verify.overlay_copy_kernel import CopyTable
+    from dsa_verify.overlay.copies_kernel import CopyTable
 
     index = torch.tensor([3, 0, 2, -1, 4, 1, 99], dtype=dtype, device=DEVICE)
     pieces, got = pieces_of(index)

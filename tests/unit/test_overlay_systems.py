@@ -19,9 +19,9 @@ from dsa_verify.geometry import PADDED_MODES, Geometry
 from dsa_verify.judge import Judge, live_words
 from dsa_verify.matrix import Config, diagnostic_matrix
 from dsa_verify.overlay import Overlay
-from dsa_verify.overlay_copy import GroupedCopy
-from dsa_verify.overlay_inputs import LegalInputs, Taken, input_specs, token_columns
-from dsa_verify.overlay_launch import OwnStream
+from dsa_verify.overlay.copies import GroupedCopy
+from dsa_verify.overlay.inputs import LegalInputs, Taken, input_specs, token_columns
+from dsa_verify.overlay.launch import OwnStream
 from dsa_verify.regions import LOUD_WORD, Control, field_regions
 from dsa_verify.replayer import Lane
 from dsa_verify.rounds import RoundTable
@@ -145,7 +145,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     refuses what would wait for the device, here the emulated one does."""
     if DEVICE.type == "cuda":
         return
-    from dsa_verify.overlay_copy_kernel import CopyTable
+    from dsa_verify.overlay.copies_kernel import CopyTable
 
     def copying(self: GroupedCopy, pieces: Any, device: torch.device, when: torch.Tensor | None = None) -> None:
         self._launch = CopyTable([piece for piece in pieces if piece.to.numel()], device, when).launch

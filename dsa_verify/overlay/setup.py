@@ -11,8 +11,8 @@ from dsa_verify.geometry import Geometry
 from dsa_verify.systems import System
 
 if TYPE_CHECKING:
-    from dsa_verify.capture_ring import CaptureRing
-    from dsa_verify.overlay_launch import Facts, Mailbox, OwnStream
+    from dsa_verify.overlay.launch import Facts, Mailbox, OwnStream
+    from dsa_verify.overlay.ring import CaptureRing
 
 Reference = Callable[[int, int], None]
 
@@ -70,9 +70,9 @@ class Shared:
 
     @classmethod
     def of(cls, setup: Setup, bucket: int, inputs: Any) -> Shared:
-        from dsa_verify.capture_ring import CaptureRing
-        from dsa_verify.overlay_launch import OwnStream
-        from dsa_verify.overlay_sources import Sources
+        from dsa_verify.overlay.launch import OwnStream
+        from dsa_verify.overlay.ring import CaptureRing
+        from dsa_verify.overlay.sources import Sources
 
         layout = setup.system.layout(setup.geometry, bucket)
         device = Sources.of_inputs(layout, inputs, setup.input_names).device

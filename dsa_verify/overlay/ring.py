@@ -14,15 +14,15 @@ from typing import Final
 
 import torch
 
-from dsa_verify.capture_case import Dump, Recorded, to_case
-from dsa_verify.capture_pages import list_pages
 from dsa_verify.contract import Layout
 from dsa_verify.errors import UsageError
 from dsa_verify.expand import expansion
 from dsa_verify.geometry import Geometry
-from dsa_verify.overlay_inputs import input_specs, token_columns
-from dsa_verify.overlay_launch import OwnStream
-from dsa_verify.overlay_sources import Sources
+from dsa_verify.overlay.inputs import input_specs, token_columns
+from dsa_verify.overlay.launch import OwnStream
+from dsa_verify.overlay.pages import list_pages
+from dsa_verify.overlay.ring_case import Dump, Recorded, to_case
+from dsa_verify.overlay.sources import Sources
 from dsa_verify.rounds import rows_per_request
 from dsa_verify.systems import get_system
 

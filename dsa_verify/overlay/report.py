@@ -15,9 +15,9 @@ from dsa_verify.contract import Field, Layout, Live
 from dsa_verify.diagnose import Evidence, Moment, describe_place, diagnose_field, shown
 from dsa_verify.findings import Diagnosis
 from dsa_verify.judge import Difference, Phase, Tally, expected_words, live_words
-from dsa_verify.overlay_inputs import ADDS_DRAFT, SLOTS_REGION
-from dsa_verify.overlay_lane import Lane
-from dsa_verify.overlay_launch import Facts
+from dsa_verify.overlay.inputs import ADDS_DRAFT, SLOTS_REGION
+from dsa_verify.overlay.lane import Lane
+from dsa_verify.overlay.launch import Facts
 from dsa_verify.regions import Kind
 
 LINE_SCHEMA: Final = 1

@@ -25,7 +25,7 @@ def list_pages(
     """
     broken.zero_()
     if request_map.is_cuda:
-        from dsa_verify.capture_pages_kernel import launch
+        from dsa_verify.overlay.pages_kernel import launch
 
         launch(request_map, index, ends, page, pages, broken)
         return

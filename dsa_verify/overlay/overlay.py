@@ -27,12 +27,12 @@ import torch
 
 from dsa_verify.errors import NothingVerified, UsageError
 from dsa_verify.geometry import Geometry
-from dsa_verify.overlay_setup import Reference, Setup, Shared
-from dsa_verify.overlay_summary import LineLog, Reasons, Summary
+from dsa_verify.overlay.setup import Reference, Setup, Shared
+from dsa_verify.overlay.summary import LineLog, Reasons, Summary
 from dsa_verify.systems import get_system
 
 if TYPE_CHECKING:
-    from dsa_verify.overlay_lane import Lane
+    from dsa_verify.overlay.lane import Lane
 
 MAX_LANE_BYTES: Final = 2 << 30
 MAX_LANES: Final = 256
@@ -259,7 +259,7 @@ class Overlay:
             self._moved[name] += 1
 
     def _open(self, bucket: int, inputs: Any, outputs: Any, also: Sequence[torch.Tensor]) -> Lane:
-        from dsa_verify.overlay_lane import Lane, Plan
+        from dsa_verify.overlay.lane import Lane, Plan
 
         setup = self._setup
         if len(self._opened) >= MAX_LANES:
@@ -315,7 +315,7 @@ class Overlay:
 
     def _tell(self, lane: Lane) -> None:
         """The lines of the check that left evidence, then of others."""
-        from dsa_verify.overlay_report import explained
+        from dsa_verify.overlay.report import explained
 
         lines = explained(lane, lane.evidence.host)
         case = self._save_case(lines[0].diagnosis, lines[0].field) if lines else None
@@ -327,7 +327,7 @@ class Overlay:
         self._tell_the_rest(lane)
 
     def _tell_the_rest(self, lane: Lane) -> None:
-        from dsa_verify.overlay_report import unexplained
+        from dsa_verify.overlay.report import unexplained
 
         for line in unexplained(lane, lane.tally(), lambda *at: at in self._told, self._raws):
             self._told.add((line.replay, line.field))

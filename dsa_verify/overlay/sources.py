@@ -15,7 +15,7 @@ import torch
 from dsa_verify.arena import TORCH_DTYPES, Identity
 from dsa_verify.contract import Layout
 from dsa_verify.errors import UsageError
-from dsa_verify.overlay_inputs import input_specs, token_columns
+from dsa_verify.overlay.inputs import input_specs, token_columns
 from dsa_verify.regions import rows_are_whole
 
 Check = Callable[[torch.Tensor], str | None]

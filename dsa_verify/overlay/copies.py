@@ -43,7 +43,7 @@ class GroupedCopy:
         self._when = when
         self._launch: Callable[[], None] | None = None
         if device.type == "cuda":
-            from dsa_verify.overlay_copy_kernel import CopyTable
+            from dsa_verify.overlay.copies_kernel import CopyTable
 
             self._launch = CopyTable(self._pieces, device, when).launch
 
