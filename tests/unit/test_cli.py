@@ -255,6 +255,20 @@ def test_a_module_of_the_users_own_is_loaded(dsa_verify: Cli, tmp_path: Path, mo
     assert "of_my_own:Mine" in text
 
 
+def test_kernels_that_compile_while_rounds_run_are_told(
+    dsa_verify: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "compiles_late.py").write_text(
+        "from dsa_verify import compilations\nfrom dsa_verify.pipelines.basic import Decode\n"
+        "class Late(Decode):\n    def before_replay(self):\n        compilations._seen += 1\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = ("replay", "--system", "decode", "--preset", "tiny", "--batch", "1", "--rounds", "3")
+    status, text = dsa_verify(*options, "--subject", "compiles_late:Late")
+    assert (status, "  3 kernels were compiled while rounds ran" in text) == (0, True), text
+    assert "compiled" not in dsa_verify(*options)[1]
+
+
 @pytest.mark.parametrize("call", ["allocate(self, *given)", "before_replay(self)"])
 def test_a_lack_of_memory_is_no_finding(
     dsa_verify: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
