@@ -39,8 +39,7 @@ from dsa_verify.pipelines.basic import Decode
 class WrongLength(Decode):
     def in_graph(self):
         super().in_graph()
-        lengths = self._buffers["cache_seqlens_int32"]
-        lengths.add_((lengths == 65).int())
+        self._buffers["cache_seqlens_int32"].add_(1)  # whatever the length, so that it shrinks in no time
 """
 
 
@@ -110,7 +109,8 @@ def shown(facts: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 def test_killed_at_random_moments_it_loses_nothing_and_doubles_nothing(tmp_path: Path) -> None:
     """As many campaigns as KILLS kills take."""
-    run, draw, started = Run(tmp_path, "cuda"), random.Random(KILLS), time.monotonic()
+    # Not the same moments in each of several processes, which is how many kills are done in a few minutes.
+    run, draw, started = Run(tmp_path, "cuda"), random.Random(os.getpid()), time.monotonic()
     assert run.start(tmp_path / "undisturbed").wait(PATIENCE_S * SHARDS) == 1
     longest_s = (time.monotonic() - started) / SHARDS
     whole, left, lost = run.report(tmp_path / "undisturbed"), KILLS, 0
