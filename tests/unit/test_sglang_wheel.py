@@ -65,6 +65,26 @@ def test_a_release_without_the_module_is_named(tree: Tree, tmp_path: Path) -> No
     assert "0.5.9" in refusal(lambda: wheel.attribute("sglang.version", "kernel"))
 
 
+NOW, BEFORE = "sglang.kernels.ops.attention.dsa.kpool_metadata", "sglang.kernels.ops.attention.dsa_kpool_metadata"
+
+
+def test_what_0_5_22_has_elsewhere_is_found_there(tree: Tree, tmp_path: Path) -> None:
+    lay_out(tmp_path, {"kernels/ops/attention/dsa_kpool_metadata/decode.py": "def fused(): return 22"})
+    assert wheel.require(f"{NOW}.decode").__name__ == f"{BEFORE}.decode"
+    assert wheel.attribute(f"{NOW}.decode", "fused_kpool")() == 22
+    assert f"{BEFORE}.decode" in wheel.provenance(f"{NOW}.decode")
+    assert "has no other_kpool" not in refusal(lambda: wheel.attribute(f"{NOW}.decode", "other_kpool"))
+    assert "has no module" in refusal(lambda: wheel.require(f"{NOW}.verify"))
+
+
+def test_where_it_is_in_its_place_nothing_else_is_taken(tree: Tree, tmp_path: Path) -> None:
+    place = "kernels/ops/attention/dsa"
+    lay_out(tmp_path, {f"{place}/kpool_metadata/decode.py": "def fused(): return 23"})
+    lay_out(tmp_path, {f"{place}_kpool_metadata/decode.py": "def fused_kpool(): return 22"})
+    assert wheel.require(f"{NOW}.decode").__name__ == f"{NOW}.decode"
+    assert "has no fused_kpool" in refusal(lambda: wheel.attribute(f"{NOW}.decode", "fused_kpool"))
+
+
 def test_a_missing_dependency_is_named(tree: Tree) -> None:
     tree(thing="import no_such_dependency.part")
     text = refusal(lambda: wheel.require("sglang.thing"))

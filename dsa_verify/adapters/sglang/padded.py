@@ -8,6 +8,7 @@ not covered.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Final
 
@@ -82,7 +83,8 @@ class Padded:
         self._extend_lens = torch.full((self._batch,), self._rows, dtype=torch.int32, device=self._device)
         floor = torch.full((1,), geometry.replay_floor, dtype=torch.int32, device=self._device)
         self._floor = floor.repeat(buffers.layout.tokens)
-        self._valid_from = floor.repeat(geometry.request_rows)
+        # 0.5.22 knows no floor, and no argument for one.
+        self._from_the_floor = {"valid_from": floor.repeat(geometry.request_rows)} if geometry.replay_floor else {}
         self.ready_before_graph = {"draft_block": LENGTHS, "draft_extend": (*LENGTHS, *WINDOW)}.get(
             geometry.padded_mode, ()
         )
@@ -94,6 +96,8 @@ class Padded:
         self._build_window = self._form_of(CORE, "BuildCausalSwaPageIndices")
         self._block_lengths = self._form_of(BLOCK, "BuildBlockSeqLensCausal")
         self._block_gather = self._form_of(BLOCK, "ComputeDsparkWindowGather")
+        if self._from_the_floor.keys() - inspect.signature(self._block_gather).parameters.keys():
+            raise UsageError(f"replay_floor: sglang {wheel.version()} has no floor of a window; set replay_floor=0")
         self._build_block = self._form_of(BLOCK, "BuildDsparkSwaPageIndices")
         self._compress = wheel.attribute(COMPRESSED, "init_compression_metadata")
 
@@ -183,7 +187,7 @@ class Padded:
             req_pool_indices_repeated=self._vector("req_pool_indices").repeat_interleave(self._rows),
             block_size=self._rows,
             swa_window=geometry.window,
-            valid_from=self._valid_from if geometry.replay_floor else None,
+            **self._from_the_floor,
         )
         indices, topk_lengths = self._build_block(
             req_to_token=self._inputs.req_to_token,

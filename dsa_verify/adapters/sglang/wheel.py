@@ -29,11 +29,20 @@ from dsa_verify.errors import NothingVerified, UsageError
 PACKAGE: Final = "sglang"
 INSTALL: Final = "pip install sglang, or put a laid-out tree of its wheel on PYTHONPATH"
 UNKNOWN: Final = "unknown (no package metadata)"
+# Where 0.5.22 has what later releases have elsewhere; its pooled functions are not called ..._kpool.
+_OPS: Final = "sglang.kernels.ops.attention"
+_FORMER_PLACES: Final = {
+    f"{_OPS}.dsa.metadata": f"{_OPS}.dsa_metadata",
+    f"{_OPS}.dsa.kpool_metadata": f"{_OPS}.dsa_kpool_metadata",
+    f"{_OPS}.dsa.fused_metadata_copy": f"{_OPS}.fused_metadata_copy",
+    f"{_OPS}.dsv4.attn_metadata_kernels": f"{_OPS}.dsv4_attn_metadata_kernels",
+}
+_POOLED: Final = "_kpool"
 _PLACEHOLDER: Final = "0.0.0"  # what SGLang's version module falls back on; it must not pass for a release
 
 
 def require(module: str) -> ModuleType:
-    """The module `module` of SGLang, imported now.
+    """The module `module` of SGLang, imported now, from its former place in a release that has it there.
 
     UsageError where that fails: it names the package, the module or the dependency that is missing and how to get it.
     """
@@ -41,12 +50,25 @@ def require(module: str) -> ModuleType:
         with _triton_left_as_it_is():
             return importlib.import_module(module)
     except ModuleNotFoundError as error:
+        former = _former_place(module, error.name or "")
+        if former is not None:
+            return require(former)
         raise UsageError(_what_is_missing(module, error)) from error
     except Exception as error:  # SGLang asks for drivers, toolkits and versions while it is imported
         raise UsageError(
             f"importing {module} raised {type(error).__name__}: {error}; this is {PACKAGE} {version()} with "
             f"torch {torch.__version__}"
         ) from error
+
+
+def _former_place(module: str, missing: str) -> str | None:
+    """Where this release has `module`, of which it lacks `missing`; None if nowhere."""
+    for now, before in _FORMER_PLACES.items():
+        if module.startswith(now) and (missing.startswith(now) or now.startswith(missing)):
+            former = before + module.removeprefix(now)
+            with contextlib.suppress(ModuleNotFoundError):
+                return former if importlib.util.find_spec(former) is not None else None
+    return None
 
 
 @contextlib.contextmanager
@@ -111,6 +133,8 @@ class _NoCudaAssertions(ast.NodeTransformer):
 def attribute(module: str, name: str, device: torch.device | None = None) -> Any:
     """`name` of `module` (for `device`, see `on_device`); UsageError if this release of SGLang has no such thing."""
     found = require(module) if device is None else on_device(module, device)
+    if not hasattr(found, name) and require(module).__name__ != module:
+        name = name.removesuffix(_POOLED)
     if not hasattr(found, name):
         raise UsageError(
             f"{module} of this {PACKAGE} ({version()}, in {_folder()}) has no {name}; use a release that has it"
@@ -151,7 +175,7 @@ def provenance(*modules: str, files: Iterable[str] = ()) -> dict[str, str]:
     """
     found = {PACKAGE: version()}
     for module in modules:
-        found[module] = digest(_file_of(module))
+        found[require(module).__name__] = digest(_file_of(module))
     for name in files:
         path = _folder() / name
         if not path.is_file():
