@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ KILLS = int(os.environ.get("DSA_VERIFY_KILLS", "2"))
 SHARDS = 2
 ROUNDS = 2048  # of a shard
 PATIENCE_S = 300.0
+DEVICE = "cuda"
+AT_ONCE = 5  # campaigns, each with at most so many kills
+MOST_KILLS = 10
 SUBJECT = """
 from dsa_verify.pipelines.basic import Decode
 
@@ -108,22 +112,32 @@ def shown(facts: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 
 def test_killed_at_random_moments_it_loses_nothing_and_doubles_nothing(tmp_path: Path) -> None:
-    """As many campaigns as KILLS kills take."""
-    # Not the same moments in each of several processes, which is how many kills are done in a few minutes.
-    run, draw, started = Run(tmp_path, "cuda"), random.Random(os.getpid()), time.monotonic()
+    """As many campaigns as KILLS kills take, some of them at once."""
+    run, started = Run(tmp_path, DEVICE), time.monotonic()
     assert run.start(tmp_path / "undisturbed").wait(PATIENCE_S * SHARDS) == 1
     longest_s = (time.monotonic() - started) / SHARDS
-    whole, left, lost = run.report(tmp_path / "undisturbed"), KILLS, 0
+    whole = run.report(tmp_path / "undisturbed")
     assert {finding["field"] for finding in whole["findings"]} == {"cache_seqlens_int32"}
-    while left:
-        root = tmp_path / f"killed-{left}"
-        kills = survive(run, root, left, draw, longest_s)
+
+    def killed(number: int, most: int) -> tuple[int, int]:
+        """(kills, rounds lost) of one campaign that lost and doubled nothing."""
+        root = tmp_path / f"killed-{number}"
+        kills = survive(run, root, most, random.Random(number), longest_s)
         assert kills
-        left -= kills
         facts = run.report(root)
         assert shown(facts) == shown(whole)
         assert facts["rounds_executed"] == whole["rounds_executed"]
         assert facts["canaries"] == whole["canaries"]
         assert {attempt["ended"] for attempt in facts["attempts"]} <= {"interrupted", "killed"}
-        lost += facts["rounds_lost_in_flight"]
+        return kills, facts["rounds_lost_in_flight"]
+
+    number, left, lost = 0, KILLS, 0
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        while left:
+            shares = [min(MOST_KILLS, left - i * MOST_KILLS) for i in range(min(AT_ONCE, -(-left // MOST_KILLS)))]
+            ended = list(pool.map(killed, range(number, number + len(shares)), shares))
+            number += len(shares)
+            left -= sum(kills for kills, _ in ended)
+            lost += sum(rounds for _, rounds in ended)
+    print(f"{KILLS} kills over {number} campaigns, {lost} rounds reported lost")
     assert lost > 0
