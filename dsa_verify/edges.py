@@ -24,7 +24,6 @@ SYSTEMS_WITH_EDGES: Final = ("decode", "target_verify", "draft_extend", "mtp")
 ROUNDS: Final = 3  # each with another poison
 GAP_BATCH: Final = 4
 EMPTY_BATCH: Final = 32
-EMPTY_SYSTEMS: Final = ("decode", "draft_extend", "mtp")  # in the others no row has length 0
 WIDE_ELEMENTS: Final = 1 << 31
 WIDE_COLUMNS: Final = 1 << 20
 WIDE_DRAFT: Final = 4
@@ -72,7 +71,7 @@ def edges(system: System, geometry: Geometry, *, seed: int, fixed: frozenset[str
 
 
 def _empty(system: System, geometry: Geometry, draft: int, seed: int, fixed: frozenset[str]) -> list[Edge]:
-    if system.name not in EMPTY_SYSTEMS or shortest_seq_len(system.name, geometry):
+    if shortest_seq_len(system.name, geometry):
         return []
     rows = {"draft_tokens": draft, "request_rows": max(geometry.request_rows, EMPTY_BATCH + 2)}
     geometry = geometry.replace(**{name: value for name, value in rows.items() if name not in fixed})

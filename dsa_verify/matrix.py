@@ -34,6 +34,7 @@ CHUNK_ROUNDS: Final = 512  # rounds between two polls of the judge
 REMAPS_PER_ROUND: Final = 4
 LONG_LENGTH: Final = 100_001  # the length the published 272-replay diagnostic goes up to
 
+EMPTY_SYSTEMS: Final = ("decode", "draft_extend", "mtp")  # with a row of length 0 where a request has that length
 _UNDEFINED_ROWS: Final = 32  # a schedule over so many rows, or a multiple, must not be of lengths 0 alone
 _FORMS: Final = ("plain", "offset", "strided")
 _INDEX_DTYPES: Final = ("int64", "int32")
@@ -261,10 +262,10 @@ def shortest_seq_len(system: str, geometry: Geometry) -> int:
 
 def undefined_when_empty(system: str, geometry: Geometry, bucket: int) -> bool:
     """Whether a full batch of lengths 0 has no defined schedule (contract 3.6)."""
-    if not geometry.indexer or VARIANTS[geometry.schedule].placement is not Placement.TAIL:
+    if not geometry.indexer or system not in EMPTY_SYSTEMS:
         return False
     rows = bucket * (geometry.draft_tokens if system == "draft_extend" else 1)
-    return rows % _UNDEFINED_ROWS == 0
+    return VARIANTS[geometry.schedule].placement is Placement.TAIL and rows % _UNDEFINED_ROWS == 0
 
 
 def _random(config: Config, rng: np.random.Generator, count: int, generations: Array) -> RoundTable:

@@ -14,11 +14,11 @@ from support import DEVICE, EagerDecode, backend, small
 
 from dsa_verify import cli
 from dsa_verify.arena import GUARD_WORD, Arena
-from dsa_verify.edges import EMPTY_SYSTEMS, SYSTEMS_WITH_EDGES, Edge, edges, why_not_here
+from dsa_verify.edges import SYSTEMS_WITH_EDGES, Edge, edges, why_not_here
 from dsa_verify.errors import DeviceLost, UsageError
 from dsa_verify.findings import Diagnosis
 from dsa_verify.geometry import TABLE_GAP, Geometry
-from dsa_verify.matrix import Config
+from dsa_verify.matrix import EMPTY_SYSTEMS, Config, undefined_when_empty
 from dsa_verify.regions import LOUD_WORD
 from dsa_verify.runs import Run, Runner, open_run
 from dsa_verify.scenario import read_case
@@ -148,6 +148,13 @@ def test_a_batch_that_is_empty_throughout_is_said_of_a_lost_device(tmp_path: Pat
     case = read_case(path)
     assert (case.rounds, case.buckets) == (config.script, (32,))
     assert "contract 3.6" in (case.found or "")
+
+
+def test_a_verify_step_of_empty_requests_is_none_of_these() -> None:
+    """Its rows count the draft, so that none has length 0."""
+    geometry = small(indexer=True, topk=64, draft_tokens=4)
+    assert undefined_when_empty("draft_extend", geometry, 32)
+    assert not undefined_when_empty("target_verify", geometry, 32)
 
 
 def test_nothing_is_said_of_it_where_something_else_took_the_device_down() -> None:
