@@ -141,9 +141,12 @@ class Layout:
         return any(field.name == name for field in self.fields)
 
     def without(self, names: Collection[str]) -> Layout:
-        """The same but for the fields `names`, none of which may be what another field is a view of."""
-        fields = tuple(field for field in self.fields if field.name not in names)
-        assert all(field.alias not in names for field in fields), f"a view of one of {sorted(names)} is kept"
+        """The same but for the fields `names`; a view of one of them is a field of its own."""
+        fields = tuple(
+            dataclasses.replace(field, alias=None) if field.alias in names else field
+            for field in self.fields
+            if field.name not in names
+        )
         return dataclasses.replace(self, fields=fields)
 
     def for_oracle(self) -> Layout:

@@ -339,13 +339,7 @@ def _judged(layout: Layout, names: tuple[str, ...] | None) -> Layout:
             f"fields: {', '.join(unknown) or 'none are named'}; the fields of {layout.system} are "
             f"{', '.join(field.name for field in layout)}"
         )
-    chosen = [field for field in layout if names is None or field.name in names]
-    owners = {field.name for field in chosen}
-    fields = tuple(
-        field if field.alias is None or field.alias in owners else dataclasses.replace(field, alias=None)
-        for field in chosen
-    )
-    return dataclasses.replace(layout, fields=fields)
+    return layout.without([field.name for field in layout if names is not None and field.name not in names])
 
 
 def _separate(judged: Layout, outputs: Mapping[str, torch.Tensor]) -> Layout:

@@ -244,6 +244,27 @@ def test_the_other_fields_are_judged_all_the_same() -> None:
     assert [finding.field for finding in run_of(Wrong).findings] == ["cache_seqlens_int32"]
 
 
+def test_a_view_of_what_is_not_covered_is_judged_as_itself() -> None:
+    class OwnerLeftOut(EagerDecode):
+        extra = 0
+
+        @staticmethod
+        def not_covered(layout: Layout, device: torch.device) -> Mapping[str, str]:
+            assert layout["dsa_seqlens_expanded"].alias == "cache_seqlens_int32"
+            return {"cache_seqlens_int32": "this subject does not give it"}
+
+        def in_graph(self) -> None:
+            super().in_graph()
+            self.out["cache_seqlens_int32"].add_(self.extra)
+
+    class Wrong(OwnerLeftOut):
+        extra = 1
+
+    assert run_of(OwnerLeftOut).findings == []
+    views = ["dsa_seqlens_expanded", "paged_mqa_ctx_lens_2d"]
+    assert [finding.field for finding in run_of(Wrong).findings] == views
+
+
 def test_reports_name_the_code_and_what_is_not_covered(dsa_verify: Cli, tmp_path: Path) -> None:
     subject = f"{Partly.__module__}:Partly"
     small = ("--set", "context=37", "--set", "request_rows=9", "--batch", "2", "--rounds", "2")
