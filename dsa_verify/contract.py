@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator
 from enum import Enum
 from typing import Final
 
+from dsa_verify.errors import UsageError
 from dsa_verify.geometry import Geometry
 
 # Bytes of one element, by the dtype names of the contract.
@@ -120,13 +121,18 @@ class Field:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The fields of `system` at a bucket of `bucket` requests and `tokens` token rows, in reporting order."""
+    """The fields of `system` at a bucket of `bucket` requests and `tokens` token rows, in reporting order. UsageError
+    for several ranks in a system of one."""
 
     system: str
     geometry: Geometry
     bucket: int
     tokens: int
     fields: tuple[Field, ...]
+
+    def __post_init__(self) -> None:
+        if self.system != "dcp" and self.geometry.dcp_size > 1:
+            raise UsageError(f"dcp_size: {self.geometry.dcp_size} has no effect in {self.system}; leave it out")
 
     def __iter__(self) -> Iterator[Field]:
         return iter(self.fields)

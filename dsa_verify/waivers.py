@@ -436,7 +436,7 @@ def fields_of(system: str) -> tuple[str, ...]:
     from dsa_verify.systems import get_system
 
     found: dict[str, None] = {}
-    for geometry in _many_geometries():
+    for geometry in _many_geometries(system):
         for bucket in (4, 64):
             try:
                 layout = get_system(system).layout(geometry, bucket)
@@ -446,9 +446,10 @@ def fields_of(system: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _many_geometries() -> Iterator[Geometry]:
-    """Small ones that between them have every field of every system."""
-    most = {"draft_steps": MAX_DRAFT_STEPS, "dcp_size": 8, "low_ratios": True, "draft_tokens": 2, "request_rows": 66}
+def _many_geometries(system: str) -> Iterator[Geometry]:
+    """Small ones that between them have every field of `system`."""
+    most = {"draft_steps": MAX_DRAFT_STEPS, "low_ratios": True, "draft_tokens": 2, "request_rows": 66}
+    most |= {"dcp_size": 8} if system == "dcp" else {}
     for preset in ("tiny", "tiny_pool", "tiny_v4"):
         for changes in ({}, {"indexer": True}, {"architecture": 100}, {"draft_tokens": 1}):
             try:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import MAX_BATCH, MAX_CONTEXT_TOKENS, MAX_SLOTS, PRESETS, Geometry
+from dsa_verify.systems import SYSTEMS
 
 geometries = st.builds(
     lambda preset, overrides: Geometry.resolve(preset, overrides),
@@ -49,6 +50,14 @@ def test_derived_sizes_fit_together(geometry: Geometry):
     assert space & (space - 1) == 0, "a power of two, so that an odd multiplier permutes it"
     assert space >= 4 * geometry.request_rows * geometry.pages_per_row
     assert (space + 1) * geometry.allocator_page == geometry.slots <= MAX_SLOTS
+
+
+@pytest.mark.parametrize("system", [name for name in SYSTEMS if name != "dcp"])
+def test_several_ranks_are_refused_in_a_system_of_one(system: str):
+    """They would change what an allocator's page is, and nothing else."""
+    preset = "tiny_v4" if system == "padded" else "tiny_pool"
+    with pytest.raises(UsageError, match="dcp_size: 2 has no effect in .*; leave it out"):
+        SYSTEMS[system].layout(Geometry.resolve(preset, {"dcp_size": 2, "draft_tokens": 2, "indexer": False}), 2)
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
