@@ -56,7 +56,7 @@ def test_derived_sizes_fit_together(geometry: Geometry):
 def test_several_ranks_are_refused_in_a_system_of_one(system: str):
     """They would change what an allocator's page is, and nothing else."""
     preset = "tiny_v4" if system == "padded" else "tiny_pool"
-    with pytest.raises(UsageError, match="dcp_size: 2 has no effect in .*; leave it out"):
+    with pytest.raises(UsageError, match=r"dcp_size: 2 has no effect in .*; leave it out"):
         SYSTEMS[system].layout(Geometry.resolve(preset, {"dcp_size": 2, "draft_tokens": 2, "indexer": False}), 2)
 
 
