@@ -89,6 +89,10 @@ def test_the_matrix_does_not_turn_over_what_a_subject_asks_for() -> None:
 def test_what_the_functions_do_not_take_is_refused() -> None:
     with pytest.raises(UsageError, match="dcp_block: 4 is not 1"):
         adapter.Dcp().allocate(Geometry.resolve("tiny", {"dcp_block": 4}), None, None)  # type: ignore[arg-type]
+    narrow = Geometry.resolve("tiny", {"table_width": 7})
+    for subject in (adapter.Dcp(), adapter.Columns(), adapter.FarColumns()):
+        with pytest.raises(UsageError, match=r"table_width: 7 columns are fewer than the .* tokens of a request"):
+            subject.allocate(narrow, None, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang can be imported")

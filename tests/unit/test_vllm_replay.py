@@ -15,6 +15,7 @@ from support import SMALL, backend
 from dsa_verify.adapters.traced import SHOWN_DIGITS
 from dsa_verify.adapters.vllm import SUBJECTS, runner, standins, wheel
 from dsa_verify.adapters.vllm.draft_decode import SPECULATOR
+from dsa_verify.errors import UsageError
 from dsa_verify.findings import Diagnosis, Finding
 from dsa_verify.geometry import Geometry
 from dsa_verify.job import Job
@@ -70,6 +71,12 @@ def test_vllm_agrees_whatever_the_form_of_its_inputs(view: str, dtype: str) -> N
 def test_vllm_agrees_where_pages_have_one_token_and_there_is_no_wide_table() -> None:
     assert findings_of("target_verify_flat", ROUNDS[:4], page_size=1) == []
     assert findings_of("decode", ROUNDS[:4], wide_table=False) == []
+
+
+def test_a_table_wider_than_vllms_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"table_width: vLLM's block table has .* columns.*leave table_width out"):
+        findings_of("decode", ROUNDS[:1], table_width=4096)
+    assert findings_of("decode", ROUNDS[:1], table_width=3) == []
 
 
 def test_rows_of_requests_where_vllm_has_them() -> None:

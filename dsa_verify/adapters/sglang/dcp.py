@@ -42,12 +42,14 @@ _OTHERS: Final = "this subject is another function of SGLang's"
 
 class _OneFunction:
     """What the subjects have in common. `covers`: the fields that they give, those of a rank without `rank{r}_`.
-    `modules`: of SGLang, what they call. `interleaves`: whether that takes an interleave block."""
+    `modules`: of SGLang, what they call. `interleaves`: whether that takes an interleave block. `whole_lengths`:
+    whether that goes as far as lengths do, whatever a table's width, which it is not told."""
 
     name = "sglang"
     covers: ClassVar[tuple[str, ...]] = ()
     modules: ClassVar[tuple[str, ...]] = ()
     interleaves = False
+    whole_lengths = False
 
     @classmethod
     def provenance(cls) -> Mapping[str, str]:
@@ -58,11 +60,16 @@ class _OneFunction:
         return {field.name: _OTHERS for field in layout if _of_any_rank(field.name) not in cls.covers}
 
     def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
-        """UsageError as `wheel.require` has it, and for an interleave block that the functions do not take."""
+        """UsageError as `wheel.require` has it, and for an interleave block or a table that they do not take."""
         if geometry.dcp_block != 1 and not self.interleaves:
             raise UsageError(
                 f"subject {self.name!r}: dcp_block: {geometry.dcp_block} is not 1, and SGLang's kernels deal the slots "
                 "out one by one; set dcp_block=1"
+            )
+        if self.whole_lengths and geometry.columns < geometry.context:
+            raise UsageError(
+                f"subject {self.name!r}: table_width: {geometry.columns} columns are fewer than the {geometry.context} "
+                "tokens of a request, and SGLang's kernels go to the end of a length; leave table_width out"
             )
         self._geometry, self._inputs, self._buffers = geometry, inputs, buffers
         self._ranks = range(geometry.dcp_size)
@@ -233,6 +240,7 @@ class Columns(_OneFunction):
     name = "sglang:dcp_columns"
     covers = ("selected_slots",)
     modules = (TRANSFORM,)
+    whole_lengths = True
     function: ClassVar[str] = "transform_index_page_table_decode"
 
     def _bind(self) -> None:
@@ -479,6 +487,7 @@ class Dcp(_OneFunction):
         "merged_lse",
     )
     modules = (WRITES, INDEX, TRANSFORM, KERNELS)
+    whole_lengths = True
 
     def _bind(self) -> None:
         geometry, inputs = self._geometry, self._inputs

@@ -88,7 +88,7 @@ class _Step:
         )
 
     def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
-        """UsageError for a geometry with pools, and as `wheel.require` has it."""
+        """UsageError for a geometry with pools or a table wider than vLLM's, and as `wheel.require` has it."""
         if geometry.pool_size > 1:
             raise UsageError(
                 f"subject {self.name!r}: pool_size {geometry.pool_size}: this adapter knows vLLM's metadata of "
@@ -98,6 +98,11 @@ class _Step:
         self._batch, device = buffers.layout.bucket, inputs.seq_lens.device
         self._tokens = self._batch * self._query(geometry)
         self._runner = self._shared_runner()
+        if self._runner.width < geometry.pages:
+            raise UsageError(
+                f"subject {self.name!r}: table_width: vLLM's block table has {self._runner.width} columns, as many as "
+                f"its longest request needs, and {geometry.pages} are asked for; leave table_width out"
+            )
         self._selection = Selection(geometry, self._tokens, device)
         self._layout = buffers.layout.without(self.not_covered(buffers.layout, device))
         self._metadata = self._runner.dummy_step(self._batch)
