@@ -77,7 +77,7 @@ def test_two_thousand_rounds_in_the_same_graphs(system: str):
 
 @systems
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_largest_batch(system: str, preset: str):
+def test_the_largest_batch(system: str, preset: str, much_memory: None):
     batch = 16_384
     draft = 2 if SYSTEMS[system].drafts else 1
     geometry = Geometry.resolve(
@@ -120,7 +120,7 @@ def test_a_request_of_a_million_tokens(system: str, batch: int):
 
 
 @pytest.mark.parametrize("system", ["decode", "target_verify", "draft_extend"])
-def test_sums_that_wrap_at_two_to_the_thirty_one(system: str):
+def test_sums_that_wrap_at_two_to_the_thirty_one(system: str, much_memory: None):
     """Contract 1.7: 4,096 requests of a million tokens, in a table of one column."""
     batch, rows = 4096, 8
     draft = 2 if SYSTEMS[system].drafts else 1
@@ -141,7 +141,7 @@ def test_sums_that_wrap_at_two_to_the_thirty_one(system: str):
     assert (sums < 0).any(), "it did wrap"
 
 
-def test_tables_with_row_offsets_beyond_two_to_the_thirty_one():
+def test_tables_with_row_offsets_beyond_two_to_the_thirty_one(much_memory: None):
     """512 x 8 rows of 2**20 columns are 2**32 elements."""
     batch, rows, draft = 512, 8, 8
     geometry = Geometry.resolve("deepseek_v32", {"context": MILLION, "request_rows": rows, "draft_tokens": draft})

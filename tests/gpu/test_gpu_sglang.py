@@ -180,13 +180,13 @@ def test_a_batch_that_is_empty_throughout_ends_the_process(name: str, schedules:
 
 
 @pytest.mark.parametrize("name", BASIC)
-def test_the_fused_kernels_fill_tables_of_2_31_elements(name: str) -> None:
+def test_the_fused_kernels_fill_tables_of_2_31_elements(name: str, much_memory: None) -> None:
     (edge,) = edges_of(name, wide=True)
     _skip_without_memory(edge)
     expect_equal(run_of(name, [edge.config]), edge.config.rounds)
 
 
-def test_the_copy_leaves_a_table_of_2_31_elements_uncopied(copies: None) -> None:
+def test_the_copy_leaves_a_table_of_2_31_elements_uncopied(copies: None, much_memory: None) -> None:
     """Contract 2.2: the lengths are copied, the tables are not, and nothing is raised."""
     edge = edges_of("mtp", wide=True)[0]
     _skip_without_memory(edge)

@@ -102,7 +102,7 @@ def test_decode_context_parallelism(name: str) -> None:
         ("dcp_mha_merge", {"merged_out", "merged_lse"}, "must not take the others' part of the merge with it"),
     ],
 )
-def test_published_defects(name: str, fields: set[str], says: str) -> None:
+def test_published_defects(name: str, fields: set[str], says: str, much_memory: None) -> None:
     found = found_by(name, [16])
     assert {finding.field for finding in found} == fields
     assert any(says in finding.sentence for finding in found), sentences(found)
