@@ -268,6 +268,12 @@ def undefined_when_empty(system: str, geometry: Geometry, bucket: int) -> bool:
     return VARIANTS[geometry.schedule].placement is Placement.TAIL and rows % _UNDEFINED_ROWS == 0
 
 
+def is_undefined(system: str, geometry: Geometry, round_: Round) -> bool:
+    """Whether `round_` asks for a schedule that the contract leaves undefined (3.6)."""
+    full = round_.raw_batch == round_.bucket and not any(round_.seq_lens)
+    return full and undefined_when_empty(system, geometry, round_.bucket)
+
+
 def _random(config: Config, rng: np.random.Generator, count: int, generations: Array) -> RoundTable:
     """`count` random rounds, drawn column by column."""
     geometry, widest = config.geometry, max(config.buckets)

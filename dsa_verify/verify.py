@@ -22,7 +22,7 @@ from dsa_verify.errors import DeviceLost
 from dsa_verify.findings import Finding
 from dsa_verify.job import Job
 from dsa_verify.judge import Tally
-from dsa_verify.matrix import CHUNK_ROUNDS, undefined_when_empty
+from dsa_verify.matrix import CHUNK_ROUNDS, is_undefined
 from dsa_verify.memory import memory_told_apart
 from dsa_verify.regions import Kind
 from dsa_verify.replayer import Lane, Replayer, SubjectFault
@@ -117,13 +117,12 @@ def verify_rounds(
 
 def _undefined_schedule(job: Job, rounds: Sequence[Round]) -> str:
     """What is said of a lost device if one of `rounds` asked for a schedule that nobody may ask for."""
-    name, geometry = job.system.name, job.geometry
     for i, each in enumerate(rounds):
-        full = each.raw_batch == each.bucket and not any(each.seq_lens)
-        if full and undefined_when_empty(name, geometry, each.bucket):
+        if is_undefined(job.system.name, job.geometry, each):
             return (
-                f"; round {i} is {each.bucket} requests of length 0: a {geometry.schedule} schedule over a multiple of "
-                "32 rows which are all empty is undefined, the shipped builder reads past its memory (contract 3.6)"
+                f"; round {i} is {each.bucket} requests of length 0: a {job.geometry.schedule} schedule over a "
+                "multiple of 32 rows which are all empty is undefined, the shipped builder reads past its memory "
+                "(contract 3.6)"
             )
     return ""
 

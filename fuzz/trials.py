@@ -22,12 +22,12 @@ from dsa_verify.findings import Diagnosis, Finding
 from dsa_verify.geometry import Geometry
 from dsa_verify.graphs import Backend
 from dsa_verify.job import Job, remap_slots_of
+from dsa_verify.matrix import is_undefined
 from dsa_verify.replayer import SubjectFault
-from dsa_verify.scenario import Round, Scenario, parse_case
+from dsa_verify.scenario import Scenario, parse_case
 from dsa_verify.subject import SubjectFactory
 from dsa_verify.systems import get_system
 from dsa_verify.waivers import NO_WAIVERS, Ledger
-from fuzz.limits import undefined_when_empty
 
 Captures = tuple[Geometry, tuple[int, ...]]
 # Candidates over the same captures that are confirmed at once: opening a screen for so few would cost more.
@@ -170,13 +170,8 @@ def is_legal(scenario: Scenario) -> bool:
             get_system(scenario.system).layout(scenario.geometry, bucket)
     except UsageError:
         return False
-    return bool(scenario.rounds) and all(_is_defined(scenario, round_) for round_ in scenario.rounds)
-
-
-def _is_defined(scenario: Scenario, round_: Round) -> bool:
-    if any(round_.seq_lens) or round_.raw_batch < round_.bucket:
-        return True
-    return not undefined_when_empty(scenario.system, scenario.geometry, round_.bucket)
+    undefined = (is_undefined(scenario.system, scenario.geometry, round_) for round_ in scenario.rounds)
+    return bool(scenario.rounds) and not any(undefined)
 
 
 def _captures(scenario: Scenario) -> Captures:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from dsa_verify import cli
 from dsa_verify.faults import conduct, names
 
 SMALL = ("--preset", "tiny", "--batch", "4", "--draft-tokens", "4")
@@ -37,21 +36,6 @@ RESULT_KEYS = {
 }
 
 Cli = Callable[..., tuple[int, str]]
-
-
-@pytest.fixture
-def dsa_verify(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Runs the command in an empty folder; (exit status, everything printed)."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["dsa-verify", *arguments])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        printed = capsys.readouterr()
-        return int(stop.value.code or 0), printed.out + printed.err
-
-    return run
 
 
 def test_help_needs_nothing_heavy() -> None:

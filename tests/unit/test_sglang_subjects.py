@@ -16,7 +16,6 @@ from click.testing import CliRunner
 from fake_sglang import TREE, importable, lay_out
 from support import DEVICE, EagerDecode, backend, decode_round, job_of
 
-from dsa_verify import cli
 from dsa_verify.adapters.sglang import SUBJECTS
 from dsa_verify.commands.subjects import engine_lines
 from dsa_verify.contract import Layout
@@ -47,20 +46,6 @@ def lookalike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     lay_out(tmp_path / "tree", TREE)
     with importable(tmp_path / "tree", monkeypatch):
         yield
-
-
-@pytest.fixture
-def dsa_verify(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["dsa-verify", *arguments])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        printed = capsys.readouterr()
-        return int(stop.value.code or 0), printed.out + printed.err
-
-    return run
 
 
 # Names and systems ----------------------------------------------------------------------------------------------------
