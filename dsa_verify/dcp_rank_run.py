@@ -18,6 +18,7 @@ from dsa_verify.canonical import canonical
 from dsa_verify.contract import Layout
 from dsa_verify.feed import Feed
 from dsa_verify.geometry import Geometry
+from dsa_verify.graphs.capturing import CAPTURE_ERROR_MODE, no_collection
 from dsa_verify.judge import Judge, Phase
 from dsa_verify.pipelines.dcp_rank import DcpRank, prefix_ranges
 from dsa_verify.poison import Poison
@@ -173,8 +174,7 @@ class RankRun:
         torch.cuda.synchronize(self._device)
         torch.distributed.barrier(device_ids=[self._device.index])
         graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog thread makes calls of its own, which must not spoil the capture of this one.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        with no_collection(), torch.cuda.graph(graph, stream=stream, capture_error_mode=CAPTURE_ERROR_MODE):
             self._step.in_graph()
         torch.cuda.synchronize(self._device)
         return graph

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Final
@@ -34,6 +35,7 @@ from dsa_verify.feed import Feed
 from dsa_verify.geometry import Geometry
 from dsa_verify.glue_routing import Route, route
 from dsa_verify.graphs import Backend, Graph
+from dsa_verify.graphs.capturing import CAPTURE_ERROR_MODE, no_collection
 from dsa_verify.judge import RING_ENTRIES, Judge, Phase, Tally
 from dsa_verify.law_watch import LawWatch
 from dsa_verify.memory import memory_told_apart
@@ -154,6 +156,8 @@ class Replayer:
         form: OwnForm = CONTRACT_FORM,
         waivers: Collection[Waiver] = (),
     ):
+        if backend.device.type == "cuda":
+            gc.collect()  # what an earlier run left in reference cycles would take memory beside this one
         self._record, self._waivers, self._form = record, waivers, form
         self.system, self.geometry, self.backend = system, geometry, backend
         self.device = backend.device
@@ -179,7 +183,10 @@ class Replayer:
         self.oracle_arena = Arena([layout.for_oracle() for layout in layouts], self.device, ORACLE_WORD)
         # The oracle shares neither pool nor stream with what it judges.
         self._pools = (backend.new_pool(), backend.new_pool())
-        self._oracle_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        cuda = self.device.type == "cuda"
+        self._oracle_stream = torch.cuda.Stream(self.device) if cuda else None
+        # The harness's graphs run one after another and leave nothing in their temporaries, so all share one pool.
+        self._harness_pool = torch.cuda.graph_pool_handle() if cuda else None
         self._compilations = count_compilations()
         self.lanes: dict[int, Lane] = {}
         for layout in layouts:
@@ -516,7 +523,8 @@ class Replayer:
         body()  # compile outside the capture; the caller undoes what this wrote
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        mode = CAPTURE_ERROR_MODE
+        with no_collection(), torch.cuda.graph(graph, pool=self._harness_pool, capture_error_mode=mode):
             body()
         self._captured.append(body)
         return graph.replay

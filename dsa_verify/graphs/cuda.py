@@ -6,19 +6,14 @@ leaves the process able to capture again, and a sticky device error becomes `Dev
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
 from dsa_verify.errors import CaptureError, DeviceLost, ReplayError, UsageError
+from dsa_verify.graphs.capturing import CAPTURE_ERROR_MODE, no_collection
 from dsa_verify.graphs.forbidden import AtenWatch, Watch, failing_as_capture_error, forbidding
-
-# "global" would let an unsafe call of any thread (a poller, a watchdog) spoil the capture; "relaxed" would
-# let this thread's own unsafe calls pass. The subject runs on this thread, so its calls are refused.
-CAPTURE_ERROR_MODE = "thread_local"
 
 
 class CudaPool:
@@ -65,14 +60,12 @@ class CudaBackend:
             raise CaptureError(message, "Backend.capture")
         _raise_if_lost(self.device)
         watch = Watch("cuda")
-        # A graph that the collector frees during the capture would invalidate it.
-        gc.collect()
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream), torch.no_grad():
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream), torch.no_grad(), no_collection():
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=pool.handle, capture_error_mode=CAPTURE_ERROR_MODE)
             with failing_as_capture_error(watch):
                 try:
-                    with _no_collection(), forbidding(watch), watch, AtenWatch(watch):
+                    with forbidding(watch), watch, AtenWatch(watch):
                         body()
                 finally:
                     invalid = self._end(graph, pool)
@@ -106,17 +99,6 @@ class CudaBackend:
         whole.capture_begin(capture_error_mode=CAPTURE_ERROR_MODE)
         torch.zeros(1, device=self.device)
         whole.capture_end()
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _raise_if_lost(device: torch.device) -> None:

@@ -8,15 +8,13 @@ On a CPU all of it is a plain call.
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 from dsa_verify.errors import HarnessError
+from dsa_verify.graphs.capturing import CAPTURE_ERROR_MODE, no_collection
 
-# "global" would let an unsafe call of any other thread of the server spoil the capture.
-CAPTURE_ERROR_MODE = "thread_local"
 _RAW_BITS = 16  # of a batch of 16,384 at most; the number has the other 47
 
 
@@ -43,7 +41,7 @@ class OwnStream:
             body()  # kernels compile outside the capture; who calls undoes what this wrote
             torch.cuda.synchronize(self.device)
             graph = torch.cuda.CUDAGraph()
-            with _no_collection():
+            with no_collection():
                 graph.capture_begin(pool=self._pool, capture_error_mode=CAPTURE_ERROR_MODE)
                 try:
                     body()
@@ -167,16 +165,3 @@ class Facts:
         """Make `tensor` say what was sent last; capturable, and the first thing in a graph that looks at it."""
         torch.bitwise_right_shift(self._said, _RAW_BITS, out=self.number)
         torch.bitwise_and(self._said, (1 << _RAW_BITS) - 1, out=self.raw)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """A graph that the collector frees during a capture would spoil it."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -381,6 +382,37 @@ def test_a_temporary_that_is_held_is_not_overwritten(backend: Backend, hold: Cal
     second.replay()
     assert kept[0].tolist() == before
     assert kept[1].tolist() == [50, 100, 150]
+
+
+def test_the_collector_frees_no_graph_during_a_capture(backend: Backend) -> None:
+    if backend.name == "emulated":
+        pytest.skip("emulated: freeing a graph disturbs no capture")
+    x, lives = ints(1, 2), []
+
+    class InACycle:
+        def __init__(self) -> None:
+            self.me, self.graph = self, backend.capture(lambda: x.add_(1))
+
+    def body() -> None:
+        gc.set_threshold(1)
+        for _ in range(100):
+            lives.append([])  # each would start a collection
+        lives.append(dropped() is not None)
+        x.add_(2)
+
+    thresholds = gc.get_threshold()
+    gc.disable()
+    try:
+        dropped = weakref.ref(InACycle())
+        gc.set_threshold(1 << 30)
+        gc.enable()
+        graph = backend.capture(body)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+    graph.replay()
+    assert lives[-1] is True
+    assert x.tolist() == [3, 4]
 
 
 def test_one_capture_uses_no_memory_twice(backend: Backend) -> None:
