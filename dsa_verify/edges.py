@@ -1,6 +1,6 @@
 """Edges: configurations beside the diagnostic matrix, at the edge of what a copy or a kernel may be asked for: page
-tables with a gap behind each row, page tables of 2**31 elements, and a batch that is empty throughout, for which a
-schedule may be undefined (contract 1.7, 2.2, 3.6, 10).
+tables with a gap behind each row, the largest batch, the longest requests, page tables of 2**31 elements, and a batch
+that is empty throughout, for which a schedule may be undefined (contract 1.7, 2.2, 3.6, 10).
 
 Engines keep within them, so the matrix does; whoever changes a table's width or a batch wants to know what happens.
 """
@@ -8,63 +8,80 @@ Engines keep within them, so the matrix does; whoever changes a table's width or
 from __future__ import annotations
 
 import dataclasses
+import enum
 from typing import Final
 
 import torch
 
 from dsa_verify.errors import UsageError
-from dsa_verify.geometry import Geometry
+from dsa_verify.geometry import MAX_BATCH, Geometry
 from dsa_verify.layouts.mtp import destinations
-from dsa_verify.matrix import Config, shortest_seq_len, undefined_when_empty
+from dsa_verify.matrix import SCRIPTED_ROUNDS, Config, shortest_seq_len, undefined_when_empty
 from dsa_verify.rounds import rows_per_request
 from dsa_verify.scenario import Round
 from dsa_verify.systems import System
 
 SYSTEMS_WITH_EDGES: Final = ("decode", "target_verify", "draft_extend", "mtp")
-ROUNDS: Final = 3  # each with another poison
+ROUNDS: Final = 3  # each with another poison; where they are cheap, all that are scripted
 GAP_BATCH: Final = 4
 EMPTY_BATCH: Final = 32
+# Of the largest batch. More rows would be too many for DeepGEMM's schedule (contract 3.6), wider ones too much memory.
+BATCH_DRAFT: Final = 2
+BATCH_CONTEXT: Final = 4096
+LONG_BATCH: Final = 3
+LONG_DRAFT: Final = 8
 WIDE_ELEMENTS: Final = 1 << 31
-WIDE_COLUMNS: Final = 1 << 20
 WIDE_DRAFT: Final = 4
-# Enough to tell requests apart; so many wide rows of their own would need more slots than int32 holds.
-WIDE_REQUEST_ROWS: Final = 17
+MILLION: Final = 1 << 20
+# Enough to tell requests apart; a row of a million tokens for each request would need more slots than int32 holds.
+MILLION_REQUEST_ROWS: Final = 17
 # Beside the buffers of both sides, twice, as a finding is confirmed on new ones: a record, and what a diagnosis makes.
 _WORKING_TABLES: Final = 4
+
+_OWN_WIDTHS: Final[dict[str, object]] = {"table_width": 0, "token_table_width": 0}  # as the context has them
+_A_MILLION: Final = _OWN_WIDTHS | {"context": MILLION, "request_rows": MILLION_REQUEST_ROWS}
+_LARGEST: Final = _OWN_WIDTHS | {"context": BATCH_CONTEXT, "request_rows": MAX_BATCH + 2}
+
+
+class EdgeKind(enum.Enum):
+    GAP = "tables with a gap behind each row"
+    BATCH = "the largest batch"
+    LONG = "requests of a million tokens"
+    WIDE = "tables of 2**31 elements"
+    EMPTY = "every length 0"  # a known defect may end the process here, so that nothing can run after it
+
+
+_SHAPES: Final[tuple[tuple[EdgeKind, int, int, dict[str, object]], ...]] = (
+    (EdgeKind.GAP, GAP_BATCH, WIDE_DRAFT, {"table_view": "strided"}),
+    (EdgeKind.BATCH, MAX_BATCH, BATCH_DRAFT, _LARGEST),
+    (EdgeKind.LONG, LONG_BATCH, LONG_DRAFT, _A_MILLION),
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """`device_bytes`: what the largest tables take; 0 where that is nothing to speak of. `may_lose_device`: whether a
-    known defect ends the process here, so that nothing can run after it."""
+    """`device_bytes`: what the largest tables take; 0 where that is nothing to speak of."""
 
+    kind: EdgeKind
     config: Config
     device_bytes: int = 0
-    may_lose_device: bool = False
 
 
 def edges(system: System, geometry: Geometry, *, seed: int, fixed: frozenset[str]) -> list[Edge]:
-    """The edges of `system`, those that may lose the device last; one that needs other values than `fixed` fields of
-    `geometry` have is left out.
+    """The edges of `system` in the order of EdgeKind; one that needs other values than `fixed` fields of `geometry`
+    have is left out.
 
     UsageError if the system has none.
     """
     if system.name not in SYSTEMS_WITH_EDGES:
         raise UsageError(f"--edges: has no effect in {system.name}; the systems with edges are {_known()}")
     found = []
+    for kind, batch, draft, changes in _SHAPES:
+        settings = changes | {"draft_tokens": draft if system.drafts else 1}
+        if not fixed & settings.keys():
+            found.append(_edge(kind, system, geometry.replace(**settings), batch, seed))
     draft = WIDE_DRAFT if system.drafts else 1
-    gap = {"table_view": "strided", "draft_tokens": draft}
-    if not fixed & gap.keys():
-        config = _config(system, geometry.replace(**gap), GAP_BATCH, seed, "tables with a gap behind each row")
-        found.append(Edge(config=config))
-    wide = {
-        "context": WIDE_COLUMNS,
-        "table_width": 0,
-        "token_table_width": 0,
-        "request_rows": WIDE_REQUEST_ROWS,
-        "wide_table": True,
-        "draft_tokens": draft,
-    }
+    wide = _A_MILLION | {"wide_table": True, "draft_tokens": draft}
     if not fixed & wide.keys():
         found += [_wide(system, geometry.replace(**wide, **steps), seed) for steps in _draft_steps(system, fixed)]
     return found + _empty(system, geometry, draft, seed, fixed)
@@ -84,10 +101,10 @@ def _empty(system: System, geometry: Geometry, draft: int, seed: int, fixed: fro
         buckets=(EMPTY_BATCH,),
         rounds=1,
         seed=seed,
-        note="every length 0",
+        note=EdgeKind.EMPTY.value,
         script=(only,),
     )
-    return [Edge(config=config, may_lose_device=True)]
+    return [Edge(kind=EdgeKind.EMPTY, config=config)]
 
 
 def _draft_steps(system: System, fixed: frozenset[str]) -> list[dict[str, int]]:
@@ -97,20 +114,26 @@ def _draft_steps(system: System, fixed: frozenset[str]) -> list[dict[str, int]]:
 
 def _wide(system: System, geometry: Geometry, seed: int) -> Edge:
     rows = WIDE_ELEMENTS // geometry.columns
-    per_request = rows_per_request(system.name, geometry) if system.drafts else 1
-    copies = destinations(geometry) if system.name == "mtp" else 1
+    edge = _edge(EdgeKind.WIDE, system, geometry, rows // _rows_per_request(system, geometry), seed)
     note = f"tables of {rows} x {geometry.columns} = 2**31 elements"
-    note += f", {copies} draft step(s)" if system.name == "mtp" else ""
-    tables = 2 * 2 * copies + _WORKING_TABLES
-    return Edge(
-        config=_config(system, geometry, rows // per_request, seed, note), device_bytes=tables * WIDE_ELEMENTS * 4
-    )
+    note += f", {destinations(geometry)} draft step(s)" if system.name == "mtp" else ""
+    return dataclasses.replace(edge, config=dataclasses.replace(edge.config, note=note))
 
 
-def _config(system: System, geometry: Geometry, batch: int, seed: int, note: str) -> Config:
-    if geometry.request_rows != WIDE_REQUEST_ROWS:
+def _edge(kind: EdgeKind, system: System, geometry: Geometry, batch: int, seed: int) -> Edge:
+    if geometry.request_rows != MILLION_REQUEST_ROWS:
         geometry = geometry.replace(request_rows=max(geometry.request_rows, batch + 2))
-    return Config(system=system, geometry=geometry, buckets=(batch,), rounds=ROUNDS, seed=seed, note=note)
+    rounds = SCRIPTED_ROUNDS if kind in (EdgeKind.BATCH, EdgeKind.LONG) else ROUNDS
+    config = Config(system=system, geometry=geometry, buckets=(batch,), rounds=rounds, seed=seed, note=kind.value)
+    if kind is EdgeKind.GAP:
+        return Edge(kind=kind, config=config)
+    copies = destinations(geometry) if system.name == "mtp" else 1
+    elements = batch * _rows_per_request(system, geometry) * geometry.columns
+    return Edge(kind=kind, config=config, device_bytes=(2 * 2 * copies + _WORKING_TABLES) * elements * 4)
+
+
+def _rows_per_request(system: System, geometry: Geometry) -> int:
+    return rows_per_request(system.name, geometry) if system.drafts else 1
 
 
 def why_not_here(edge: Edge, device: torch.device) -> str | None:
@@ -118,7 +141,7 @@ def why_not_here(edge: Edge, device: torch.device) -> str | None:
     if not edge.device_bytes:
         return None
     if device.type != "cuda":
-        return f"{edge.config.note}: on a CUDA device only, an interpreter would take days"
+        return f"{edge.config.note}: on a CUDA device only, an interpreter would take too long"
     free, _ = torch.cuda.mem_get_info(device)
     if free < edge.device_bytes:
         return f"{edge.config.note}: needs {_gib(edge.device_bytes)} of device memory, {_gib(free)} are free"

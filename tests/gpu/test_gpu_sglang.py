@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dsa_verify.adapters.sglang import SUBJECTS, basic, indexer, kpool, mtp, wheel
-from dsa_verify.edges import Edge, edges, why_not_here
+from dsa_verify.edges import Edge, EdgeKind, edges, why_not_here
 from dsa_verify.errors import STATUS_DEVICE_LOST, UsageError
 from dsa_verify.graphs import open_backend
 from dsa_verify.matrix import Config, diagnostic_matrix
@@ -133,24 +133,32 @@ def test_the_copies_alone_pass_the_matrix(copies: None, steps: int) -> None:
 # Edges ----------------------------------------------------------------------------------------------------------------
 
 
-def edges_of(name: str, *, wide: bool) -> list[Edge]:
-    """Those that do not take the device down."""
+def edges_of(name: str, kind: EdgeKind) -> list[Edge]:
     system = SYSTEMS[SUBJECTS[name].system]
     geometry, fixed = settled_geometry(system, SUBJECTS[name].name, "cuda")
-    found = [edge for edge in edges(system, geometry, seed=0, fixed=fixed) if not edge.may_lose_device]
-    return [edge for edge in found if bool(edge.device_bytes) == wide]
+    return [edge for edge in edges(system, geometry, seed=0, fixed=fixed) if edge.kind is kind]
+
+
+@pytest.mark.parametrize("kind", [EdgeKind.BATCH, EdgeKind.LONG])
+@pytest.mark.parametrize("name", BASIC)
+def test_the_fused_kernels_at_the_largest_batch_and_the_longest_requests(
+    name: str, kind: EdgeKind, schedules: None, much_memory: None
+) -> None:
+    (edge,) = edges_of(name, kind)
+    _skip_without_memory(edge)
+    expect_equal(run_of(name, [edge.config]), edge.config.rounds)
 
 
 @pytest.mark.parametrize("name", BASIC)
 def test_the_fused_kernels_keep_to_the_rows_of_a_strided_table(name: str) -> None:
-    (edge,) = edges_of(name, wide=False)
+    (edge,) = edges_of(name, EdgeKind.GAP)
     expect_equal(run_of(name, [edge.config]), edge.config.rounds)
 
 
 @pytest.mark.parametrize("name", ["mtp", "mtp_sibling"])
 def test_draft_steps_need_adjacent_rows(name: str, copies: None) -> None:
     """Contract 2.2: the destination of the wide table; the record's own rows are adjacent."""
-    (edge,) = edges_of(name, wide=False)
+    (edge,) = edges_of(name, EdgeKind.GAP)
     fields = {finding.field for finding in run_of(name, [edge.config]).findings}
     assert {"step0_page_table_1", "step1_page_table_1"} <= fields
     assert "step0_real_page_table" not in fields
@@ -158,7 +166,7 @@ def test_draft_steps_need_adjacent_rows(name: str, copies: None) -> None:
 
 def test_the_copies_take_rows_for_adjacent(copies: None) -> None:
     """Contract 2.2: the source of the real table, and the destination of the wide one."""
-    (edge,) = edges_of("mtp_copy", wide=False)
+    (edge,) = edges_of("mtp_copy", EdgeKind.GAP)
     run = run_of("mtp_copy", [edge.config])
     assert {"step0_real_page_table", "step0_page_table_1"} <= {finding.field for finding in run.findings}
     assert run.counts.guard_hits > 0
@@ -181,14 +189,14 @@ def test_a_batch_that_is_empty_throughout_ends_the_process(name: str, schedules:
 
 @pytest.mark.parametrize("name", BASIC)
 def test_the_fused_kernels_fill_tables_of_2_31_elements(name: str, much_memory: None) -> None:
-    (edge,) = edges_of(name, wide=True)
+    (edge,) = edges_of(name, EdgeKind.WIDE)
     _skip_without_memory(edge)
     expect_equal(run_of(name, [edge.config]), edge.config.rounds)
 
 
 def test_the_copy_leaves_a_table_of_2_31_elements_uncopied(copies: None, much_memory: None) -> None:
     """Contract 2.2: the lengths are copied, the tables are not, and nothing is raised."""
-    edge = edges_of("mtp", wide=True)[0]
+    edge = edges_of("mtp", EdgeKind.WIDE)[0]
     _skip_without_memory(edge)
     run = run_of("mtp", [edge.config])
     fields = {finding.field for finding in run.findings}

@@ -15,6 +15,7 @@ import torch
 from dsa_verify.adapters import deep_gemm
 from dsa_verify.adapters.vllm import SUBJECTS
 from dsa_verify.adapters.vllm.runner import Request, Runner
+from dsa_verify.edges import EdgeKind, edges
 from dsa_verify.errors import UsageError
 from dsa_verify.findings import Diagnosis
 from dsa_verify.geometry import Geometry
@@ -23,7 +24,7 @@ from dsa_verify.job import Job
 from dsa_verify.laws import ScheduleLaw
 from dsa_verify.matrix import diagnostic_matrix
 from dsa_verify.schedules import ScheduleVariant
-from dsa_verify.systems import SYSTEMS
+from dsa_verify.systems import SYSTEMS, settled_geometry
 from dsa_verify.verify import Counts, verify_rounds
 from oracles.schedule import schedule
 
@@ -69,6 +70,20 @@ def test_vllm_agrees_with_the_oracles_in_live_graphs(name: str) -> None:
 def test_vllm_agrees_at_full_size(name: str) -> None:
     found = run(name, batches=[48], drafts=[6])
     assert [each.sentence for each in found] == []
+
+
+@subjects
+@pytest.mark.parametrize("kind", [EdgeKind.BATCH, EdgeKind.LONG])
+def test_vllm_agrees_at_the_largest_batch_and_the_longest_requests(
+    name: str, kind: EdgeKind, much_memory: None
+) -> None:
+    system = SYSTEMS[SUBJECTS[name].system]
+    geometry, fixed = settled_geometry(system, f"vllm:{name}", "cuda")
+    (config,) = [edge.config for edge in edges(system, geometry, seed=0, fixed=fixed) if edge.kind is kind]
+    job = Job.make(system, config.geometry, config.buckets, 0, f"vllm:{name}", None, open_backend(device(), "cuda"))
+    counts = Counts()
+    found = verify_rounds(job, config.chunks(), counts, folder=None)
+    assert ([each.sentence for each in found], counts.rounds_checked) == ([], config.rounds)
 
 
 def test_a_page_that_is_one_too_far_is_seen() -> None:

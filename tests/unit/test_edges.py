@@ -14,7 +14,7 @@ from support import DEVICE, EagerDecode, backend, small
 
 from dsa_verify import cli
 from dsa_verify.arena import GUARD_WORD, Arena
-from dsa_verify.edges import SYSTEMS_WITH_EDGES, Edge, edges, why_not_here
+from dsa_verify.edges import SYSTEMS_WITH_EDGES, Edge, EdgeKind, edges, why_not_here
 from dsa_verify.errors import DeviceLost, UsageError
 from dsa_verify.findings import Diagnosis
 from dsa_verify.geometry import TABLE_GAP, Geometry
@@ -25,6 +25,10 @@ from dsa_verify.scenario import read_case
 from dsa_verify.systems import SYSTEMS, get_system
 
 CPU = torch.device("cpu")
+NOT_ON_A_CPU = [
+    f"{what}: on a CUDA device only, an interpreter would take too long"
+    for what in ("the largest batch", "requests of a million tokens", "tables of 2048 x 1048576 = 2**31 elements")
+]
 
 
 def run_of(config: Config, subject: Any = None) -> Run:
@@ -35,7 +39,7 @@ def run_of(config: Config, subject: Any = None) -> Run:
 
 def gap_edge(system: str) -> Config:
     found = edges(get_system(system), small(), seed=0, fixed=frozenset())
-    (config,) = [edge.config for edge in found if not edge.device_bytes]
+    (config,) = [edge.config for edge in found if edge.kind is EdgeKind.GAP]
     return config
 
 
@@ -86,9 +90,19 @@ def test_a_pipeline_that_takes_rows_for_adjacent_is_found() -> None:
 
 
 @pytest.mark.parametrize("system", SYSTEMS_WITH_EDGES)
+def test_the_largest_batch_and_the_longest_requests_are_scripted_whole(system: str) -> None:
+    found = edges(get_system(system), Geometry.resolve("deepseek_v32"), seed=0, fixed=frozenset())
+    kinds = {edge.kind: edge.config for edge in found}
+    (largest,) = kinds[EdgeKind.BATCH].chunks()
+    assert (kinds[EdgeKind.BATCH].rounds, int(largest.raw.max())) == (17, 16_384)
+    (longest,) = kinds[EdgeKind.LONG].chunks()
+    assert (kinds[EdgeKind.LONG].rounds, int(longest.seq_lens.max())) == (17, 1 << 20)
+
+
+@pytest.mark.parametrize("system", SYSTEMS_WITH_EDGES)
 def test_the_widest_tables_have_exactly_2_31_elements(system: str) -> None:
     found = edges(get_system(system), Geometry.resolve("deepseek_v32"), seed=0, fixed=frozenset())
-    wide = [edge for edge in found if edge.device_bytes]
+    wide = [edge for edge in found if edge.kind is EdgeKind.WIDE]
     assert len(wide) == (2 if system == "mtp" else 1)
     for edge in wide:
         config = edge.config
@@ -111,7 +125,11 @@ def test_a_batch_wider_than_the_requests_has_pads() -> None:
 def test_what_a_run_settles_itself_is_not_overridden() -> None:
     system, geometry = get_system("decode"), Geometry.resolve("tiny")
     notes = [edge.config.note for edge in edges(system, geometry, seed=0, fixed=frozenset({"table_view"}))]
-    assert notes == ["tables of 2048 x 1048576 = 2**31 elements"]
+    assert notes == [
+        "the largest batch",
+        "requests of a million tokens",
+        "tables of 2048 x 1048576 = 2**31 elements",
+    ]
     notes = [edge.config.note for edge in edges(system, geometry, seed=0, fixed=frozenset({"context"}))]
     assert notes == ["tables with a gap behind each row"]
 
@@ -119,14 +137,14 @@ def test_what_a_run_settles_itself_is_not_overridden() -> None:
 def empty_edge(system: str) -> Edge:
     geometry = small(indexer=True, topk=64)
     *others, last = edges(get_system(system), geometry, seed=0, fixed=frozenset())
-    assert not any(edge.may_lose_device for edge in others)
+    assert EdgeKind.EMPTY not in {edge.kind for edge in others}
     return last
 
 
 @pytest.mark.parametrize("system", EMPTY_SYSTEMS)
 def test_our_own_pipelines_survive_a_batch_that_is_empty_throughout(system: str) -> None:
     edge = empty_edge(system)
-    assert edge.may_lose_device
+    assert edge.kind is EdgeKind.EMPTY
     assert edge.config.name.endswith("every length 0")
     run = run_of(edge.config)
     assert [finding.sentence for finding in run.findings] == []
@@ -182,7 +200,8 @@ def test_nothing_is_said_of_it_where_something_else_took_the_device_down() -> No
 )
 def test_where_every_batch_has_a_schedule_no_empty_one_is_special(system: str, changes: dict[str, Any]) -> None:
     geometry = small(**{"indexer": True, "topk": 64, **changes})
-    assert not any(edge.may_lose_device for edge in edges(get_system(system), geometry, seed=0, fixed=frozenset()))
+    found = edges(get_system(system), geometry, seed=0, fixed=frozenset())
+    assert EdgeKind.EMPTY not in {edge.kind for edge in found}
 
 
 def test_a_system_without_page_tables_of_its_own_has_no_edges() -> None:
@@ -191,11 +210,9 @@ def test_a_system_without_page_tables_of_its_own_has_no_edges() -> None:
 
 
 def test_what_a_machine_cannot_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    gap, wide = edges(get_system("decode"), Geometry.resolve("tiny"), seed=0, fixed=frozenset())
+    gap, batch, long, wide = edges(get_system("decode"), Geometry.resolve("tiny"), seed=0, fixed=frozenset())
     assert why_not_here(gap, CPU) is None
-    assert why_not_here(wide, CPU) == (
-        "tables of 2048 x 1048576 = 2**31 elements: on a CUDA device only, an interpreter would take days"
-    )
+    assert [why_not_here(edge, CPU) for edge in (batch, long, wide)] == NOT_ON_A_CPU
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 << 30, 139 << 30))
     why = why_not_here(wide, torch.device("cuda", 0))
     assert why is not None
@@ -216,9 +233,7 @@ def test_the_command_runs_what_it_can_and_lists_the_rest(
     assert stop.value.code == 0
     result = json.loads(Path("r.json").read_text())
     assert (result["configs"], result["rounds_checked"]) == (2, 1 + 3)
-    assert result["not_run"] == [
-        "tables of 2048 x 1048576 = 2**31 elements: on a CUDA device only, an interpreter would take days"
-    ]
+    assert result["not_run"] == NOT_ON_A_CPU
     assert f"  not run: {result['not_run'][0]}\n" in capsys.readouterr().out
 
 
