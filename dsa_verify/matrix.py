@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dsa_verify.errors import UsageError
-from dsa_verify.geometry import LOG_BASES, PADDED_MODES, Geometry
+from dsa_verify.geometry import LOG_BASES, MAX_BATCH, PADDED_MODES, Geometry
 from dsa_verify.kpool_rules import shortest_length
 from dsa_verify.ragged_rules import graph_tokens
 from dsa_verify.rounds import PAD_REQUEST, Array, RoundTable, complete_table, seq_len_fill, tabulate
@@ -135,6 +135,12 @@ def _shapes(
     pairs = [(batch, draft) for batch in batches or BATCHES for draft in drafts or DRAFTS]
     if system.name == "ragged_verify":
         # As many token rows in both graphs, so that only the request slots tell them apart (contract 9).
+        for batch, n in pairs:
+            if batch * n > MAX_BATCH:
+                raise UsageError(
+                    f"batch: {batch} requests of draft length {n} have a second graph beside them, of one token each, "
+                    f"which would be {batch * n} requests, and {MAX_BATCH} is the most; use {MAX_BATCH // n} or fewer"
+                )
         return [
             (tuple(dict.fromkeys((batch, batch * n))), {"draft_tokens": n, "graph_tokens": batch * n})
             for batch, n in pairs

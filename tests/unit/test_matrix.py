@@ -259,3 +259,10 @@ def test_padded_captures_the_batches_it_is_given_in_the_mode_it_is_given():
     scenario = job.scenario(rounds_of(config))
     assert len(scenario.rounds) == 40
     assert dataclasses.replace(parse_case(scenario.to_json()), name="") == scenario
+
+
+def test_a_second_graph_of_ragged_verify_that_would_be_too_large_is_refused():
+    with pytest.raises(UsageError, match=r"batch: 2731 requests of draft length 6 .* 16386 requests.*; use 2730 or"):
+        diagnostic_matrix(SYSTEMS["ragged_verify"], Geometry.resolve("tiny"), batches=[2731], drafts=[6])
+    (config,) = diagnostic_matrix(SYSTEMS["ragged_verify"], Geometry.resolve("tiny"), batches=[2730], drafts=[6])
+    assert config.buckets == (2730, 16380)
