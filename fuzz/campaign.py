@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import itertools
 import json
 import math
@@ -26,9 +27,12 @@ import click
 
 from dsa_verify.engines import engine_subject
 from dsa_verify.errors import (
+    STATUS_DEVICE_LOST,
     STATUS_EQUAL,
+    STATUS_FLAKY,
     STATUS_HARNESS,
     STATUS_INTERRUPTED,
+    STATUS_MISMATCH,
     STATUS_USAGE,
     DsaVerifyError,
     HarnessError,
@@ -45,6 +49,7 @@ from fuzz.plan import PLAN_FILE, Plan, read_plan, settle_plan
 from fuzz.shard import NO_ROOM, ShardResult
 from fuzz.shard_folder import (
     PROGRESS_FILE,
+    STATES,
     STOP_FILE,
     attempts_in,
     findings_in,
@@ -54,7 +59,7 @@ from fuzz.shard_folder import (
     shard_numbers,
 )
 from fuzz.store import RECHECKS_FILE, WAIVERS_FILE, Store, StoreLocked, note_recheck, waive
-from fuzz.supervise import KILL_WAIT_S, STOP_GRACE_S, TIMEOUT_S, give_up, supervise_in_slot
+from fuzz.supervise import KILL_WAIT_S, REPEATS, STOP_GRACE_S, TIMEOUT_S, give_up, supervise_in_slot
 
 LOCK_FILE: Final = "campaign.lock"
 TICK_S: Final = 0.5
@@ -62,6 +67,7 @@ SEE_WAIT_S: Final = 60.0  # in which a network file system shows to one machine 
 # For a campaign's shards, once it is over: to see that, to come to their end, to be killed.
 END_WAIT_S: Final = SEE_WAIT_S + STOP_GRACE_S + KILL_WAIT_S
 DEFAULT_BUDGET: Final = "1h"
+_NOT_WRITABLE: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 # What a plan is where nothing else is said; the systems are those that a run which names none includes.
 DEFAULTS: Final[dict[str, Any]] = {"systems": ("decode", "target_verify", "draft_extend")}
@@ -122,10 +128,10 @@ class Campaign:
                     stop.unlink(missing_ok=True)
             self._see()
             store.rebuild()
-            facts = summary(store)
+            facts = summary(store) | ({"status": STATUS_INTERRUPTED} if self._interrupted else {})
         for text in verdict_lines(facts):
             self.display.say(text)
-        return STATUS_INTERRUPTED if self._interrupted else int(facts["status"])
+        return int(facts["status"])
 
     def _numbers(self) -> Iterator[int]:
         """Of the shards that are still to be run: those begun and not ended first."""
@@ -317,7 +323,8 @@ def merge(sources: Sequence[Path], into: Path) -> int:
     """Unite the shards of `sources`, which must follow one plan, in the campaign `into`; how many were taken.
 
     A shard is taken from the first folder in which it has ended, or else in which it was begun: it is a pure function
-    of the plan, so any will do.
+    of the plan, so any will do. What another folder has found beyond that is kept: a subject may be flaky, or another
+    version of itself.
     """
     plans = {source: read_plan(source) for source in sources}
     if (into / PLAN_FILE).exists():
@@ -341,17 +348,32 @@ def merge(sources: Sequence[Path], into: Path) -> int:
 
 
 def _take_shard(source: Path, into: Path, number: int) -> bool:
+    """Whether the shard was taken from `source`; its findings are, in either case."""
     theirs, ours = shard_folder(source, number), shard_folder(into, number)
     if ours.exists():
         mine, other = ShardResult.read(ours), ShardResult.read(theirs)
         if (mine is not None and mine.final) or other is None or not other.final:
+            _add_findings(theirs, ours)
             return False
     fresh = ours.with_name(f".{ours.name}")
     shutil.rmtree(fresh, ignore_errors=True)
     shutil.copytree(theirs, fresh)
+    _add_findings(ours, fresh)
     shutil.rmtree(ours, ignore_errors=True)
     fresh.rename(ours)
     return True
+
+
+def _add_findings(source: Path, into: Path) -> None:
+    """What the shard in `source` found, and that in `into` did not, or is less sure of."""
+    known = {record.key: record for record in findings_in(into)}
+    for record in findings_in(source):
+        if record.key in known and STATES.index(known[record.key].state) >= STATES.index(record.state):
+            continue
+        for path in (record.case, record.shrunk):
+            if path is not None:
+                write_whole(into / path, (source / path).read_text(encoding="utf-8"))
+        record.write(into)
 
 
 # The command line ----------------------------------------------------------------------------------------------------
@@ -431,10 +453,11 @@ def run(
         raise UsageError("--waivers: has no effect with --no-waivers; give one of them")
     if ledger is not None or no_waivers:
         settled["waivers"] = () if ledger is None else _entries(ledger)
-    if timeout_s <= 0:
+    if not timeout_s > 0:
         raise UsageError(f"--timeout: {timeout_s:g} is not above 0; a shard is silent while it captures and compiles")
     budget_s = parse_time(budget or DEFAULT_BUDGET) if budget or max_rounds is None else None
-    plan = settle_plan(root, settled, DEFAULTS)
+    with held(root / LOCK_FILE):  # two that are begun at once must not both write it
+        plan = settle_plan(root, settled, DEFAULTS)
     limits = Limits(budget_s=budget_s, max_rounds=max_rounds, timeout_s=timeout_s)
     with open_pool(executor, plan.device, workers) as pool:
         display = Display()
@@ -488,37 +511,60 @@ def waive_command(root: Path, key: str, issue: str) -> None:
 
 @main.command()
 @click.argument("root", metavar="DIR", type=_FOLDER)
-def recheck(root: Path) -> None:
+@click.option(
+    "--timeout", "timeout_s", type=float, default=TIMEOUT_S, show_default=True, help="Time in s of a replay: a hang."
+)
+def recheck(root: Path, timeout_s: float) -> None:
     """Replay the case of every finding: one that does not show any more is gone."""
-    for key, shown, repeats in _rechecked(root):
-        note_recheck(root, key, shown, repeats)
+    for key, shown, repeats, sightings in _rechecked(root, timeout_s):
+        note_recheck(root, key, shown, repeats, sightings)
         click.echo(f"{key}: shown {shown} of {repeats} times{'' if shown else '; gone'}")
 
 
-def _rechecked(root: Path) -> Iterator[tuple[str, int, int]]:
-    """(key, shown, repeats), each replay in a process of its own: a case may end the one that replays it."""
-    import subprocess
-
+def _rechecked(root: Path, timeout_s: float) -> Iterator[tuple[str, int, int, int]]:
+    """(key, shown, repeats, sightings), each replay in a process of its own: a case may end the one that replays it, or
+    keep it for ever."""
     plan = read_plan(root)
-    repeats = 3
     for finding in _facts(root)["findings"]:
         if finding["path"] is None or finding["shown"] < finding["repeats"]:
             continue  # a flaky one that does not show is not gone
         case = root / finding["path"]
         command = [sys.executable, "-m", "dsa_verify.cli", "replay", str(case), "--device", plan.device]
         command += plan.replay_options(root)
-        ends = [subprocess.run(command, capture_output=True, check=False) for _ in range(repeats)]
-        broken = [end for end in ends if end.returncode in (STATUS_USAGE, STATUS_HARNESS)]
-        if broken:
-            raise UsageError(f"{case}: cannot be replayed: {broken[0].stderr.decode(errors='replace').strip()}")
-        yield finding["key"], sum(end.returncode != STATUS_EQUAL for end in ends), repeats
+        repeats = REPEATS.get(finding["diagnosis"], 3)
+        shown = sum(_shows(command, timeout_s, case) for _ in range(repeats))
+        yield finding["key"], shown, repeats, finding["sightings"]
+
+
+def _shows(command: list[str], timeout_s: float, case: Path) -> bool:
+    """Whether the replay shows a finding, or is ended by one; UsageError if it could not be made."""
+    import subprocess
+
+    try:
+        end = subprocess.run(command, capture_output=True, check=False, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return True
+    if end.returncode in (STATUS_EQUAL, STATUS_MISMATCH, STATUS_DEVICE_LOST, STATUS_FLAKY) or end.returncode < 0:
+        return end.returncode != STATUS_EQUAL
+    said = (end.stderr or end.stdout).decode(errors="replace").strip()
+    raise UsageError(f"{case}: cannot be replayed (status {end.returncode}): {said}")
 
 
 def _facts(root: Path) -> dict[str, Any]:
     """Of the folders as they are, unless a campaign is running, which writes the store itself."""
     read_plan(root)
-    with Store(root) as store:
-        with contextlib.suppress(DsaVerifyError), held(root / LOCK_FILE):
+    with contextlib.ExitStack() as stack:
+        running = in_memory = False
+        try:
+            stack.enter_context(held(root / LOCK_FILE))
+        except FolderInUse:
+            running = True
+        except OSError as error:
+            if error.errno not in _NOT_WRITABLE:
+                raise
+            in_memory = True
+        store = stack.enter_context(Store(root, in_memory=in_memory))
+        if not running:
             store.rebuild()
         return summary(store)
 
@@ -546,6 +592,9 @@ def _guarded(work: Callable[[], object]) -> int:
     except DsaVerifyError as error:
         click.echo(f"dsa-verify: {error}", err=True)
         return error.status
+    except OSError as error:
+        click.echo(f"dsa-verify: {error}; what is there is whole", err=True)
+        return STATUS_HARNESS
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from dsa_verify.errors import (
     STATUS_EQUAL,
     STATUS_FLAKY,
     STATUS_HARNESS,
+    STATUS_INTERRUPTED,
     STATUS_MISMATCH,
     STATUS_NOTHING_VERIFIED,
 )
@@ -197,6 +198,7 @@ def verdict_lines(facts: Mapping[str, Any]) -> list[str]:
         STATUS_HARNESS: "the harness failed, or may be blind: no verdict",
         STATUS_NOTHING_VERIFIED: "nothing was verified",
         STATUS_FLAKY: "only flaky findings",
+        STATUS_INTERRUPTED: "interrupted; resume with the same command",
     }
     status = facts["status"]
     return [*lines, f"{facts['rounds_executed']:,} rounds: {words[status]}; exit status {status}"]

@@ -56,8 +56,9 @@ class Journal:
         self.checked = self.rounds
         self.running(job.scenario(rounds, found="while it was replayed"))
 
-    def running(self, case: Scenario) -> None:
-        write_whole(self._folder / JOURNAL_FILE, case.to_json())
+    def running(self, case: Scenario, *, durable: bool = True) -> None:
+        """Something of `case` is launched. `durable`: it must outlive the machine, too."""
+        write_whole(self._folder / JOURNAL_FILE, case.to_json(), durable=durable)
         self.beat(force=True)
 
     def count(self, rounds: int) -> None:
@@ -67,24 +68,24 @@ class Journal:
 
     def alive(self, rounds: int) -> None:
         """Rounds were launched that are not counted; Stopped as in `count`."""
-        if self.beat() and self._stop.exists():
-            raise Stopped
+        self.clock()
 
-    def beat(self, *, force: bool = False) -> bool:
-        """Whether progress was written: now and then."""
+    def beat(self, *, force: bool = False) -> None:
+        """Write progress now and then."""
         now = time.monotonic()
         if not force and now - self._beat < HEARTBEAT_S:
-            return False
+            return
         self._beat = now
         # Not durable: a heartbeat says nothing once the machine is down, and waiting for the disk costs rounds.
         write_json(
             self._folder / PROGRESS_FILE, {"rounds": self.rounds, "checked": self.checked, "at": now}, durable=False
         )
-        return True
 
     def clock(self) -> float:
-        """time.monotonic(), as a sign of life from whatever asks for the time."""
+        """time.monotonic(), as a sign of life from whatever asks for the time; Stopped if the campaign is over."""
         self.beat()
+        if self._stop.exists():
+            raise Stopped
         return time.monotonic()
 
 

@@ -51,12 +51,13 @@ class Holder:
 
 
 @contextlib.contextmanager
-def held(path: Path) -> Iterator[None]:
-    """Hold the lock file `path` and write into it who does; FolderInUse if another process holds it."""
+def held(path: Path, *, wait: bool = False) -> Iterator[None]:
+    """Hold the lock file `path` and write into it who does; FolderInUse if another process holds it, unless to `wait`
+    for it is wanted."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+", encoding="utf-8") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise FolderInUse(
                 f"{path.parent} is in use by {holder(path) or 'a process'}; wait for it, or end it"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -30,10 +31,12 @@ from dsa_verify.errors import (
 from dsa_verify.memory import lack_of_memory
 from fuzz.locks import held
 from fuzz.plan import ShardSpec
-from fuzz.shard_folder import REPEAT_FOLDER, read_json, write_json
+from fuzz.shard_folder import REPEAT_FOLDER, not_ours, read_json, write_json
 
 # Beside those of errors.py, which say what a run means.
 STATUS_NO_ROOM: Final = 7
+# The process ends with its status above this: with any other a subject has ended it.
+ORDERLY: Final = 96
 
 RESULT_FILE: Final = "result.json"
 SPEC_FILE: Final = "spec.json"
@@ -72,7 +75,10 @@ class ShardResult:
     @classmethod
     def read(cls, folder: Path) -> ShardResult | None:
         data = read_json(folder / RESULT_FILE)
-        return None if data is None else cls(**data)
+        try:
+            return None if data is None else cls(**data)
+        except TypeError as error:
+            raise not_ours(folder / RESULT_FILE, error) from None
 
 
 def run_shard(spec: ShardSpec, folder: Path) -> ShardResult:
@@ -100,7 +106,10 @@ def _status_of(work: Callable[[], None]) -> int:
     try:
         work()
         return STATUS_EQUAL
-    except Exception as error:
+    except KeyboardInterrupt:
+        print("dsa-verify: interrupted", file=sys.stderr)
+        return STATUS_INTERRUPTED
+    except BaseException as error:
         lack = None if isinstance(error, DeviceLost) else lack_of_memory(error)
         if lack is not None:
             print(f"dsa-verify: {type(lack).__name__}: {lack}", file=sys.stderr)
@@ -123,7 +132,9 @@ def _end_with_parent() -> None:
 
     def watch() -> None:
         sys.stdin.buffer.read()
-        os._exit(STATUS_INTERRUPTED)
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)  # what the subject has started, too
+        os._exit(ORDERLY + STATUS_INTERRUPTED)
 
     threading.Thread(target=watch, daemon=True).start()
 
@@ -150,4 +161,4 @@ if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)
+    os._exit(ORDERLY + status)

@@ -48,11 +48,15 @@ def read_json(path: Path) -> dict[str, Any] | None:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except json.JSONDecodeError as error:
-        raise HarnessError(
-            f"{path}: not what this tool wrote ({error}); remove it, and what it held is redone"
-        ) from None
+    except ValueError as error:  # no JSON, or no text
+        raise not_ours(path, error) from None
+    if not isinstance(data, dict):
+        raise not_ours(path, f"it holds a {type(data).__name__}")
     return data
+
+
+def not_ours(path: Path, why: object) -> HarnessError:
+    return HarnessError(f"{path}: not what this tool wrote ({why}); remove it, and what it held is redone")
 
 
 def read_progress(at: Path) -> dict[str, int]:
@@ -155,7 +159,10 @@ class FindingRecord:
     @classmethod
     def read(cls, path: Path) -> FindingRecord | None:
         data = read_json(path)
-        return None if data is None else cls(**{**data, "key": FindingKey(**data["key"])})
+        try:
+            return None if data is None else cls(**{**data, "key": FindingKey(**data["key"])})
+        except (TypeError, KeyError) as error:
+            raise not_ours(path, error) from None
 
 
 def findings_in(folder: Path) -> list[FindingRecord]:

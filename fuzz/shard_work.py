@@ -144,6 +144,8 @@ def _fuzz(spec: ShardSpec, job: JournalledJob, coverage: Coverage, folder: Path,
         )
         counts.add(result.counts)
         for finding in result.findings:
+            _found(finding, job, folder)  # all of them, before minutes are spent on the first
+        for finding in result.findings:
             take(finding, job, folder)
         left, stretch = left - result.executed, stretch + 1
     return "complete"
@@ -186,6 +188,19 @@ def _note_waivers(job: JournalledJob, counts: Counts, folder: Path) -> None:
 
 def take(finding: Finding, job: JournalledJob, folder: Path) -> FindingRecord:
     """Write `finding` down, repeat its case from nothing, shrink it; written down at each step."""
+    record = _found(finding, job, folder)
+    if record.settled:
+        return record
+    record = _repeated(record, finding, job, folder)
+    record.write(folder)
+    if record.state == "confirmed":
+        record = _shrunk(record, finding, job, folder)
+        record.write(folder)
+    return record
+
+
+def _found(finding: Finding, job: JournalledJob, folder: Path) -> FindingRecord:
+    """Its record: one that is settled, or that it was found."""
     facts = finding.to_dict()
     key = FindingKey.of(facts, planted=job.fault is not None)
     known = FindingRecord.read(folder / "findings" / f"{key.name}.json")
@@ -201,11 +216,6 @@ def take(finding: Finding, job: JournalledJob, folder: Path) -> FindingRecord:
         case=str(case.relative_to(folder)),
     )
     record.write(folder)
-    record = _repeated(record, finding, job, folder)
-    record.write(folder)
-    if record.state == "confirmed":
-        record = _shrunk(record, finding, job, folder)
-        record.write(folder)
     return record
 
 
@@ -228,7 +238,6 @@ def _shrunk(record: FindingRecord, finding: Finding, job: JournalledJob, folder:
         return dataclasses.replace(record, note=f"not shrunk: shard {elsewhere} has done it")
     assert record.case is not None
     case = read_case(folder / record.case)
-    job.journal.running(dataclasses.replace(case, found="while it was shrunk"))
     try:
         smaller = _shrink(case, finding, job)
     except UsageError as error:
@@ -241,7 +250,20 @@ def _shrunk(record: FindingRecord, finding: Finding, job: JournalledJob, folder:
 def _shrink(case: Scenario, finding: Finding, job: JournalledJob) -> Scenario:
     """The one place that knows how a case is shrunk."""
     signature, budget_s = Signature.of(finding), SHRINK_S if job.fault is None else CANARY_SHRINK_S
-    return shrink(case, signature, job.backend, budget_s=budget_s, clock=job.journal.clock, ledger=job.ledger).scenario
+    journal = job.journal
+
+    def on_launch(candidate: Scenario) -> None:
+        journal.running(dataclasses.replace(candidate, found="while it was shrunk"), durable=False)
+
+    return shrink(
+        case,
+        signature,
+        job.backend,
+        budget_s=budget_s,
+        clock=journal.clock,
+        ledger=job.ledger,
+        on_launch=on_launch,
+    ).scenario
 
 
 def _shrunk_elsewhere(key: FindingKey, folder: Path) -> int | None:

@@ -60,16 +60,20 @@ def shrink(
     subject: SubjectFactory | None = None,
     budget_s: float = BUDGET_S,
     clock: Callable[[], float] = time.monotonic,
+    on_launch: Callable[[Scenario], None] = lambda candidate: None,
     on_accept: Callable[[Scenario], None] = lambda scenario: None,
     ledger: Ledger = NO_WAIVERS,
 ) -> Shrunk:
     """A case no larger than `scenario` that shows a finding of `signature` in its first wrong round.
 
     `subject`: a factory instead of the subject that `scenario` names. `on_accept`: called with each smaller case.
-    `ledger`: what is waived. At most one replay begins before `budget_s` is over and ends after it. UsageError if no
-    end of `scenario` shows the signature, or none did in time; DeviceLost as soon as a candidate takes the device down.
+    `on_launch`: with each candidate, before anything of it is launched. `ledger`: what is waived. At most one replay
+    begins before `budget_s` is over and ends after it. UsageError if no end of `scenario` shows the signature, or none
+    did in time; DeviceLost as soon as a candidate takes the device down.
     """
-    trials = Trials(signature, backend, subject=subject, budget_s=budget_s, clock=clock, ledger=ledger)
+    trials = Trials(
+        signature, backend, subject=subject, budget_s=budget_s, clock=clock, ledger=ledger, on_launch=on_launch
+    )
     search: _Search | None = None
     finished = True
     try:

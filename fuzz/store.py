@@ -16,21 +16,26 @@ from types import TracebackType
 from typing import Any, Final
 
 from dsa_verify.errors import HarnessError, UsageError
+from fuzz.locks import held
 from fuzz.shard import SPEC_FILE, ShardResult
 from fuzz.shard_folder import STATES, attempts_in, findings_in, read_json, shard_folder, shard_numbers, write_json
 
 STORE_FILE: Final = "campaign.sqlite"
 WAIVERS_FILE: Final = "waivers.json"  # {key of a finding: the issue that it is waived for}
-RECHECKS_FILE: Final = "rechecks.json"  # {key of a finding: [shown, repeats] when its case was replayed last}
+# {key of a finding: [shown, repeats, sightings] when its case was replayed last}. One that more shards have seen since
+# then is not gone.
+RECHECKS_FILE: Final = "rechecks.json"
+VERDICTS_LOCK: Final = "verdicts.lock"
 LOCK_WAIT_S: Final = 2.0
 LOCK_TRIES: Final = 5
 
-_SCHEMA_VERSION: Final = 3
+_SCHEMA_VERSION: Final = 4
 # Of a store that another version made: it is made again from the folders.
 _FORGET: Final = f"""
 DROP VIEW IF EXISTS findings;
 DROP TABLE IF EXISTS sightings;
 DROP TABLE IF EXISTS shards;
+DROP TABLE IF EXISTS rechecks;
 PRAGMA user_version = {_SCHEMA_VERSION};
 """
 _SCHEMA: Final = """
@@ -48,11 +53,14 @@ CREATE TABLE IF NOT EXISTS sightings (
     PRIMARY KEY (key, shard)
 );
 CREATE TABLE IF NOT EXISTS waivers (key TEXT PRIMARY KEY, issue TEXT);
-CREATE TABLE IF NOT EXISTS rechecks (key TEXT PRIMARY KEY, shown INTEGER, repeats INTEGER);
+CREATE TABLE IF NOT EXISTS rechecks (key TEXT PRIMARY KEY, shown INTEGER, repeats INTEGER, sightings INTEGER);
 CREATE VIEW IF NOT EXISTS findings AS
     SELECT best.key, best.planted, best.system, best.subject, best.field, best.diagnosis, best.law,
-        CASE WHEN rechecks.shown = 0 THEN 'gone' WHEN waivers.issue IS NOT NULL THEN 'waived' ELSE best.state END
-            AS state,
+        CASE
+            WHEN rechecks.shown = 0 AND best.sightings <= rechecks.sightings THEN 'gone'
+            WHEN waivers.issue IS NOT NULL THEN 'waived'
+            ELSE best.state
+        END AS state,
         COALESCE(waivers.issue, best.waiver) AS issue, best.shown, best.repeats, best.sentence, best.path, best.note,
         best.shard, best.sightings
     FROM (
@@ -69,19 +77,37 @@ class StoreLocked(HarnessError):
     """Another process would not let go of the store."""
 
 
+class _Malformed(HarnessError):
+    """The store is no database any more."""
+
+
 class Store:
     """The index of the campaign in `root`. Every method that writes waits for a lock, up to LOCK_TRIES x LOCK_WAIT_S,
-    and raises StoreLocked after that; what it would have written is in the folders."""
+    and raises StoreLocked after that; what it would have written is in the folders. `in_memory`: for a folder that
+    cannot be written."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, in_memory: bool = False) -> None:
         self.root = root
-        self._path = root / STORE_FILE
-        self._connection = sqlite3.connect(self._path, timeout=LOCK_WAIT_S, isolation_level=None)
+        self._path: Path | str = ":memory:" if in_memory else root / STORE_FILE
+        try:
+            self._open()
+        except _Malformed:
+            for path in root.glob(f"{STORE_FILE}*"):
+                path.unlink()  # an index; the folders have all of it
+            self._open()
+
+    def _open(self) -> None:
+        with self._telling():
+            self._connection = sqlite3.connect(self._path, timeout=LOCK_WAIT_S, isolation_level=None)
         self._connection.row_factory = sqlite3.Row
-        self._patiently(lambda: self._connection.execute("PRAGMA journal_mode = WAL"))
-        if self.rows("PRAGMA user_version") != [{"user_version": _SCHEMA_VERSION}]:
-            self._patiently(lambda: self._connection.executescript(_FORGET))
-        self._patiently(lambda: self._connection.executescript(_SCHEMA))
+        try:
+            self._patiently(lambda: self._connection.execute("PRAGMA journal_mode = WAL"))
+            if self.rows("PRAGMA user_version") != [{"user_version": _SCHEMA_VERSION}]:
+                self._patiently(lambda: self._connection.executescript(_FORGET))
+            self._patiently(lambda: self._connection.executescript(_SCHEMA))
+        except HarnessError:
+            self._connection.close()
+            raise
 
     def __enter__(self) -> Store:
         return self
@@ -151,8 +177,9 @@ class Store:
     def _index_verdicts(self) -> None:
         for key, issue in (read_json(self.root / WAIVERS_FILE) or {}).items():
             self._insert("waivers", {"key": key, "issue": issue})
-        for key, (shown, repeats) in (read_json(self.root / RECHECKS_FILE) or {}).items():
-            self._insert("rechecks", {"key": key, "shown": shown, "repeats": repeats})
+        for key, (shown, repeats, *sightings) in (read_json(self.root / RECHECKS_FILE) or {}).items():
+            row = {"key": key, "shown": shown, "repeats": repeats, "sightings": sightings[0] if sightings else 0}
+            self._insert("rechecks", row)
 
     def _insert(self, table: str, row: Mapping[str, Any]) -> None:
         places = ", ".join("?" * len(row))
@@ -160,26 +187,39 @@ class Store:
 
     def rows(self, query: str, *values: Any) -> list[dict[str, Any]]:
         """The rows that an SQL query gives."""
-        return [dict(row) for row in self._connection.execute(query, values)]
+        with self._telling():
+            return [dict(row) for row in self._connection.execute(query, values)]
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
         self._patiently(lambda: self._connection.execute("BEGIN IMMEDIATE"))
         try:
-            yield
+            with self._telling():
+                yield
+                self._connection.execute("COMMIT")
         except BaseException:
-            self._connection.execute("ROLLBACK")
+            with contextlib.suppress(sqlite3.Error):
+                self._connection.execute("ROLLBACK")
             raise
-        self._connection.execute("COMMIT")
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            if type(error) is sqlite3.DatabaseError:  # "malformed", or "not a database"
+                raise _Malformed(f"{self._path}: {error}; remove it, it is made again") from error
+            raise HarnessError(f"{self._path}: {error}; the folders beside it hold all that it did") from error
 
     def _patiently(self, work: Callable[[], object]) -> None:
         for attempt in range(LOCK_TRIES):
             try:
-                work()
+                with self._telling():
+                    work()
                 return
-            except sqlite3.OperationalError as error:
-                if "locked" not in str(error) and "busy" not in str(error):
-                    raise HarnessError(f"{self._path}: {error}; the folders beside it hold all that it did") from error
+            except HarnessError as error:
+                if not any(word in str(error.__cause__) for word in ("locked", "busy")):
+                    raise
                 time.sleep(LOCK_WAIT_S / 10 * attempt)
         raise StoreLocked(
             f"{self._path} has been locked by another process for {LOCK_TRIES} tries of {LOCK_WAIT_S:g} s; end that "
@@ -221,9 +261,14 @@ def waive(root: Path, key: str, issue: str) -> None:
         raise UsageError(f"finding {key!r} is unknown; known findings: {', '.join(known) or 'none'}")
     if not issue.strip():
         raise UsageError("issue: empty; say where the defect is tracked")
-    write_json(root / WAIVERS_FILE, {**(read_json(root / WAIVERS_FILE) or {}), key: issue})
+    _note(root, WAIVERS_FILE, key, issue)
 
 
-def note_recheck(root: Path, key: str, shown: int, repeats: int) -> None:
-    """How often the case of the finding `key` showed it when it was replayed again."""
-    write_json(root / RECHECKS_FILE, {**(read_json(root / RECHECKS_FILE) or {}), key: [shown, repeats]})
+def note_recheck(root: Path, key: str, shown: int, repeats: int, sightings: int) -> None:
+    """How often the case of the finding `key`, seen in so many shards, showed it when it was replayed again."""
+    _note(root, RECHECKS_FILE, key, [shown, repeats, sightings])
+
+
+def _note(root: Path, name: str, key: str, what: Any) -> None:
+    with held(root / VERDICTS_LOCK, wait=True):
+        write_json(root / name, {**(read_json(root / name) or {}), key: what})

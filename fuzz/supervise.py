@@ -3,13 +3,14 @@
 A blocked CUDA call answers no signal, and a sticky error makes a process lie, so whoever judges is another process:
 this one, which never touches a device. A dead process is believed only as to what it had judged before the chunk it
 died in. That chunk, from the journal, is replayed in fresh processes; if it ends them as well, it is a finding. A
-SIGKILL that does not come back was somebody else's, and the shard is done once more.
+signal that people send and that does not come back was somebody else's, and the shard is done once more.
 
 `supervise` is what an executor is given. It runs on the machine of the device, in a thread of any process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -26,6 +27,7 @@ from typing import Final
 from dsa_verify.errors import (
     STATUS_DEVICE_LOST,
     STATUS_EQUAL,
+    STATUS_INTERRUPTED,
     STATUS_OUT_OF_MEMORY,
     STATUS_USAGE,
     HarnessError,
@@ -35,7 +37,7 @@ from dsa_verify.scenario import Scenario, read_case
 from dsa_verify.whole_files import write_whole
 from fuzz.locks import FolderInUse, Holder, held, holder, owned, this_host
 from fuzz.plan import PLAN_FILE, Plan, ShardSpec, parse_plan
-from fuzz.shard import LOCK_FILE, RESULT_FILE, SPEC_FILE, STATUS_NO_ROOM, ShardResult
+from fuzz.shard import LOCK_FILE, ORDERLY, RESULT_FILE, SPEC_FILE, STATUS_NO_ROOM, ShardResult
 from fuzz.shard_folder import (
     JOURNAL_FILE,
     OWNER_FILE,
@@ -61,6 +63,7 @@ MOST_ATTEMPTS: Final = 6
 # Of a case that ended a process. A hang costs its whole timeout each time.
 REPEATS: Final = {"crashes": 3, "device lost": 3, "hangs": 1}
 _LOCK_WAIT_S: Final = 10.0
+_FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 
 
 class NoRoom(HarnessError):
@@ -73,13 +76,20 @@ class FolderUnseen(HarnessError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _End:
-    """How a process ended. `status`: its exit status, negative for a signal. `hung`: it was killed for silence;
-    `stopped`: because the campaign is over."""
+    """How a process ended. `status`: its exit status, negative for a signal. `orderly`: it gave that status itself.
+    `hung`: it was killed for silence; `stopped`: because the campaign is over."""
 
     status: int
     wall_s: float
+    orderly: bool
     hung: bool = False
     stopped: bool = False
+
+    @classmethod
+    def of(cls, returncode: int, wall_s: float, hung: bool, stopped: bool) -> _End:
+        orderly = ORDERLY <= returncode <= ORDERLY + STATUS_INTERRUPTED
+        status = returncode - ORDERLY if orderly else returncode
+        return cls(status=status, wall_s=wall_s, orderly=orderly, hung=hung, stopped=stopped)
 
     @property
     def death(self) -> str | None:
@@ -88,22 +98,24 @@ class _End:
             return None
         if self.hung:
             return "hangs"
-        if self.status == STATUS_DEVICE_LOST:
-            return "device lost"
-        return "crashes" if self.status < 0 else None
+        if not self.orderly:
+            return "crashes"
+        return "device lost" if self.status == STATUS_DEVICE_LOST else None
 
     @property
     def killed(self) -> bool:
-        """By SIGKILL, and not by its supervisor."""
-        return self.status == -signal.SIGKILL and not self.hung and not self.stopped
+        """By a signal that people and machines send, and not by its supervisor."""
+        return -self.status in _FROM_OUTSIDE and not self.hung and not self.stopped
 
     @property
     def words(self) -> str:
         if self.hung:
             return "gave no sign of life and was killed"
-        if self.status == STATUS_DEVICE_LOST:
+        if self.death == "device lost":
             return "lost its device"
-        return f"died of {signal.Signals(-self.status).name}" if self.status < 0 else f"ended with status {self.status}"
+        if self.status < 0:
+            return f"died of {signal.Signals(-self.status).name}"
+        return f"was ended with status {self.status} by what it ran"
 
 
 def supervise(
@@ -156,7 +168,7 @@ def _attempt(spec: ShardSpec, watch: _Watch) -> tuple[ShardResult | None, ShardS
     folder = watch.folder
     write_json(folder / SPEC_FILE, spec.to_dict())
     end = watch.run([str(folder)])
-    result = ShardResult.read(folder) if end.status == STATUS_EQUAL else None
+    result = ShardResult.read(folder) if end.orderly and end.status == STATUS_EQUAL else None
     if result is not None:
         _clear(watch.folder)
         return result, spec
@@ -164,16 +176,19 @@ def _attempt(spec: ShardSpec, watch: _Watch) -> tuple[ShardResult | None, ShardS
     if end.stopped:
         _note(watch, end, "stopped", "it did not end when the campaign did, and was killed")
         return _ended(spec, watch, "stopped", executed=0, write=False), spec
-    if end.status == STATUS_USAGE:
+    if end.death is not None and (end.status <= 0 or end.orderly or (folder / JOURNAL_FILE).exists()):
+        return _explain(spec, watch, end), spec
+    if end.orderly and end.status == STATUS_INTERRUPTED:
+        _note(watch, end, "killed", "it was interrupted; done anew")
+        return None, spec
+    if end.orderly and end.status == STATUS_USAGE:
         _clear(folder)
         raise UsageError(reason)
-    if end.status == STATUS_NO_ROOM:
+    if end.orderly and end.status == STATUS_NO_ROOM:
         _note(watch, end, "no room", reason)
         raise NoRoom(f"{folder}: {reason}; make room, then resume: what is there is whole")
-    if end.status == STATUS_OUT_OF_MEMORY:
+    if end.orderly and end.status == STATUS_OUT_OF_MEMORY:
         return _without_memory(spec, watch, end, reason)
-    if end.death is not None:
-        return _explain(spec, watch, end), spec
     _note(watch, end, "harness failed", reason)
     return _ended(spec, watch, f"the harness failed: {reason}", executed=0, failed=True), spec
 
@@ -204,7 +219,19 @@ def _explain(spec: ShardSpec, watch: _Watch, end: _End) -> ShardResult | None:
     executed = read_progress(folder)["checked"]
     log = _reason(folder)
     path = _keep(folder, case, kind)
-    shown, last_round = 0, None
+    finding = {
+        "system": case.system,
+        "subject": case.subject or "",
+        "diagnosis": kind,
+        "sentence": f"{kind}: {case.found}, the process {end.words}; {log}",
+        "field": None,
+        "round": None,
+        "draft_tokens": case.geometry.draft_tokens,
+    }
+    record = FindingRecord(key=FindingKey.of(finding), state="found", finding=finding, case=path)
+    if not end.killed:
+        record.write(folder)  # so that it is not lost with a supervisor that ends while it repeats the case
+    shown, last_round, why_not = 0, None, None
     for _ in range(REPEATS[kind]):
         again = watch.run([str(folder), str(folder / path), spec.plan.device], at=folder / REPEAT_FOLDER)
         if again.stopped:
@@ -215,6 +242,8 @@ def _explain(spec: ShardSpec, watch: _Watch, end: _End) -> ShardResult | None:
             last_round = read_progress(folder / REPEAT_FOLDER)["rounds"]
         elif end.killed:
             break
+        elif again.death is None and again.status != STATUS_EQUAL:
+            why_not = _reason(folder)
     # Nothing kills itself with SIGKILL by mistake: one that does not come back every time came from outside.
     if end.killed and shown < REPEATS[kind]:
         _note(watch, end, "killed", f"{end.words}, which its case did not do again; done anew")
@@ -224,23 +253,17 @@ def _explain(spec: ShardSpec, watch: _Watch, end: _End) -> ShardResult | None:
         path = _keep(folder, case, kind)
     where = f"in round {last_round} of its case" if last_round is not None and case.rounds else "in its case"
     sentence = f"{kind}: {case.found}, the process {end.words}; {where} again {shown} of {REPEATS[kind]} times; {log}"
-    finding = {
-        "system": case.system,
-        "subject": case.subject or "",
-        "diagnosis": kind,
-        "sentence": sentence,
-        "field": None,
-        "round": last_round,
-        "draft_tokens": case.geometry.draft_tokens,
-    }
-    FindingRecord(
-        key=FindingKey.of(finding),
-        state="confirmed" if shown == REPEATS[kind] else "flaky",
-        finding=finding,
+    state, note = "confirmed" if shown == REPEATS[kind] else "flaky", "not shrunk: each candidate would cost a process"
+    if why_not is not None:
+        state, note = "found", f"its case could not be repeated: {why_not}"
+    dataclasses.replace(
+        record,
+        state=state,
+        finding={**finding, "sentence": sentence, "round": last_round},
         case=path,
         shown=shown,
         repeats=REPEATS[kind],
-        note="not shrunk: each candidate would cost a process",
+        note=note,
     ).write(folder)
     _note(watch, end, kind, sentence, executed)
     return _ended(spec, watch, kind, executed=executed)
@@ -347,7 +370,7 @@ class _Watch:
                 _kill(process)
         wall_s = time.monotonic() - start
         self.wall_s += wall_s
-        return _End(status=process.returncode, wall_s=wall_s, hung=hung, stopped=stopped)
+        return _End.of(process.returncode, wall_s, hung, stopped)
 
     def _wait(self, process: subprocess.Popen[bytes], at: Path) -> tuple[bool, bool]:
         """Until it ends; (killed for silence, killed because the campaign is over)."""
@@ -371,7 +394,8 @@ class _Watch:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
+    """And all that it has started: a helper that outlives it keeps its locks, its memory and its device."""
+    kill_group(process.pid)
     try:
         process.wait(KILL_WAIT_S)
     except subprocess.TimeoutExpired:
@@ -403,8 +427,18 @@ def _end_leftover(folder: Path) -> None:
                 raise
             left = holder(lock)
             if left is not None and left.here and runs_in(folder, left.pid):
-                os.kill(left.pid, signal.SIGKILL)
+                kill_group(left.pid)
             time.sleep(POLL_S)
+
+
+def kill_group(pid: int) -> None:
+    """End the shard's process `pid`, which leads a group of its own unless it was started by hand, and its group."""
+    with contextlib.suppress(ProcessLookupError):
+        if os.getpgid(pid) != pid:
+            os.kill(pid, signal.SIGKILL)
+            return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def runs_in(folder: Path, pid: int) -> bool:

@@ -65,9 +65,9 @@ class OutOfTime(Exception):
 class Trials:
     """Tries candidates on `backend` until `clock` has gone on by `budget_s`.
 
-    `subject`: a factory to use instead of the subject that candidates name. `ledger`: what is waived. `screened`,
-    `confirmed`: replays so far; `undecided`: candidates about which the harness could say nothing, which then do not
-    show the finding.
+    `subject`: a factory to use instead of the subject that candidates name. `ledger`: what is waived. `on_launch`: told
+    of each candidate before anything of it is launched. `screened`, `confirmed`: replays so far; `undecided`:
+    candidates about which the harness could say nothing, which then do not show the finding.
     """
 
     def __init__(
@@ -79,8 +79,9 @@ class Trials:
         budget_s: float,
         clock: Callable[[], float],
         ledger: Ledger = NO_WAIVERS,
+        on_launch: Callable[[Scenario], None] = lambda candidate: None,
     ) -> None:
-        self._ledger = ledger
+        self._ledger, self._on_launch = ledger, on_launch
         self.signature = signature
         self.screened = self.confirmed = self.undecided = 0
         self._backend, self._subject, self._clock = backend, subject, clock
@@ -124,6 +125,7 @@ class Trials:
         if screen is None or not screen.fits(candidate):
             return True
         self.screened += 1
+        self._on_launch(candidate)
         if screen.may_show(candidate):
             return True
         self._screened_out.add(candidate)
@@ -146,6 +148,7 @@ class Trials:
         )
 
     def _confirm(self, candidate: Scenario) -> Finding | None:
+        self._on_launch(candidate)
         try:
             findings = confirm(self._job(candidate), candidate.rounds)
         except UsageError:  # the subject or its fault has no such geometry
@@ -158,6 +161,7 @@ class Trials:
     def _screen_of(self, base: Scenario) -> _Screen | None:
         """A screen over the captures of `base`; None where it would not even recognise `base`."""
         if self._screen is None or self._screen.captures != _captures(base):
+            self._on_launch(base)
             self._screen = _Screen(self._job(base), base, self.signature.field)
         return self._screen if self._screen.works else None
 

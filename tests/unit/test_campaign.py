@@ -36,6 +36,7 @@ from fuzz.campaign_live import Display, Flight, Moment
 from fuzz.campaign_report import report_lines, summary
 from fuzz.locks import FolderInUse, held, holder
 from fuzz.plan import Plan, parse_plan, read_plan, settle_plan
+from fuzz.shard import ORDERLY
 from fuzz.shard_folder import (
     attempts_in,
     findings_in,
@@ -158,13 +159,16 @@ def test_a_shard_left_at_work_is_ended_before_its_folder_is_used(root: Path) -> 
     assert (attempt["ended"], attempt["rounds_lost"]) == ("interrupted", 16)
 
 
-def test_a_shard_ends_with_its_supervisor(root: Path) -> None:
+@pytest.mark.parametrize("leads, ends", [(False, ORDERLY + 130), (True, -signal.SIGKILL)])
+def test_a_shard_ends_with_its_supervisor(root: Path, leads: bool, ends: int) -> None:
+    """And its group, if it has one of its own, with it."""
     folder = shard_folder(root, 0)
     write_json(folder / "spec.json", plan_of("hangs").shard(0).to_dict())
-    orphan = subprocess.Popen([sys.executable, "-m", "fuzz.shard", str(folder)], stdin=subprocess.PIPE)
+    command = [sys.executable, "-m", "fuzz.shard", str(folder)]
+    orphan = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=leads)
     assert orphan.stdin is not None
     orphan.stdin.close()
-    assert orphan.wait(20) == 130
+    assert orphan.wait(20) == ends
 
 
 def test_two_campaigns_in_one_folder_are_refused(root: Path) -> None:
@@ -421,7 +425,7 @@ def test_waived_and_gone(ended: Path) -> None:
         waive(root, key, "issue 7")
     facts = facts_of(root)
     assert ({finding["state"] for finding in facts["findings"]}, facts["status"]) == ({"waived"}, 0)
-    note_recheck(root, keys[0], 0, 3)
+    note_recheck(root, keys[0], 0, 3, SHARDS)
     facts = facts_of(root)
     assert [finding["state"] for finding in facts["findings"]] == ["gone", *["waived"] * (len(keys) - 1)]
     assert facts["status"] == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ import torch
 from support import DEVICE, SMALL, EagerDecode, decode_round, job_of
 
 from dsa_verify import verify as verify_module
+from dsa_verify.confirm import confirm
 from dsa_verify.errors import HarnessError, OutOfMemory
+from dsa_verify.findings import Finding
+from dsa_verify.job import Job
 from dsa_verify.memory import lack_of_memory
-from dsa_verify.scenario import read_case
+from dsa_verify.scenario import Round, read_case
 from dsa_verify.whole_files import write_whole
 from fuzz import shard_work
 from fuzz import supervise as supervise_module
+from fuzz import trials as trials_module
 from fuzz.campaign_report import summary
 from fuzz.journal import Journal, JournalledJob, Stopped
 from fuzz.plan import Plan, ShardSpec, settle_plan
@@ -39,6 +44,13 @@ class WrongLength(EagerDecode):
         super().in_graph()
         lengths = self.out["cache_seqlens_int32"]
         lengths.add_((lengths == 9).int())
+
+
+class WrongTwice(EagerDecode):
+    def in_graph(self) -> None:
+        super().in_graph()
+        self.out["cache_seqlens_int32"].add_(1)
+        self.out["real_page_table"].add_(1)
 
 
 class WrongAtFirst(EagerDecode):
@@ -304,10 +316,51 @@ def test_progress_tells_what_was_judged_from_what_was_in_flight(tmp_path: Path) 
     replayer.run(table)
     assert read_progress(folder) | {"at": 0} == {"rounds": 3, "checked": 3, "at": 0}
     write_whole(tmp_path / "stop", "")
-    journal._beat = 0.0
+    journal._beat = 0.0  # so that progress is due
     with pytest.raises(Stopped):
         journal.count(3)
     assert read_progress(folder) | {"at": 0} == {"rounds": 6, "checked": 3, "at": 0}
+
+
+def test_the_end_of_a_campaign_is_seen_at_every_chunk(tmp_path: Path) -> None:
+    """A device may need less than a heartbeat for one."""
+    journal = Journal(shard_folder(tmp_path, 0))
+    journal.opening(JournalledJob.of(job_of(EagerDecode), journal))  # which is a heartbeat
+    journal.count(3)
+    write_whole(tmp_path / "stop", "")
+    for sign_of_life in (lambda: journal.count(3), lambda: journal.alive(3), journal.clock):
+        with pytest.raises(Stopped):
+            sign_of_life()
+
+
+def test_what_is_launched_to_shrink_a_case_is_in_the_journal_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_canary: None
+) -> None:
+    launched: list[bool] = []
+
+    def looked(job: Job, rounds: Sequence[Round]) -> list[Finding]:
+        case = read_case(shard_folder(tmp_path, 0) / "journal.json")
+        launched.append((case.buckets, case.rounds) == (job.buckets, tuple(rounds)))
+        return confirm(job, rounds)
+
+    monkeypatch.setattr(trials_module, "confirm", looked)
+    work(tmp_path, "test_campaign_shard:WrongLength")
+    assert len(launched) > 3
+    assert all(launched)
+
+
+def test_all_findings_are_written_down_before_the_first_is_looked_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_canary: None
+) -> None:
+    def killed(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shard_work, "_repeated", killed)
+    with pytest.raises(KeyboardInterrupt):
+        work(tmp_path, "test_campaign_shard:WrongTwice")
+    records = findings_in(shard_folder(tmp_path, 0))
+    assert {record.state for record in records} == {"found"}
+    assert {record.key.field for record in records} >= {"cache_seqlens_int32", "real_page_table"}
 
 
 # A process -----------------------------------------------------------------------------------------------------------

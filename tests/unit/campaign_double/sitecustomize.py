@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
 import types
@@ -83,6 +84,17 @@ def wait_while_held(held: Path, sign_of_life: Path) -> None:
 def misbehave(behaviour: str) -> None:
     if behaviour == "segfaults":
         os.kill(os.getpid(), signal.SIGSEGV)
+    if behaviour.startswith("exits with "):
+        os._exit(int(behaviour.removeprefix("exits with ")))
+    if behaviour == "leaves a helper and segfaults":
+        helper = subprocess.Popen(["sleep", "600"], close_fds=False)
+        with Path("helpers").open("a") as file:
+            file.write(f"{helper.pid}\n")
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if behaviour.startswith("gets ") and not Path("got it").exists():
+        Path("got it").touch()
+        os.kill(os.getpid(), signal.Signals[behaviour.removeprefix("gets ")])
+        time.sleep(1)
     if behaviour == "segfaults once" and not Path("segfaulted").exists():
         Path("segfaulted").touch()
         os.kill(os.getpid(), signal.SIGSEGV)

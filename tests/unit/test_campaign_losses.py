@@ -1,0 +1,279 @@
+"""Campaign: what must not be lost, doubled or denied, and what a subject may do to the process that runs it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from played import PYTHONPATH, ROUNDS, facts_of, plan_of, run, shown, values_of
+
+from fuzz import campaign as campaign_module
+from fuzz import supervise as supervise_module
+from fuzz.campaign import main, merge
+from fuzz.locks import held
+from fuzz.plan import settle_plan
+from fuzz.shard import ORDERLY
+from fuzz.shard_folder import attempts_in, findings_in, read_json, shard_folder, write_json
+from fuzz.store import STORE_FILE, note_recheck
+from fuzz.supervise import _End, _Watch, supervise
+
+SHARDS = 2
+
+
+@pytest.fixture(autouse=True)
+def played_shards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A campaign that has ended with findings. Only to be read."""
+    root = tmp_path_factory.mktemp("undisturbed") / "campaign"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", PYTHONPATH)
+        assert run(root, "wrong", SHARDS) == 1
+    return root
+
+
+@pytest.fixture
+def ended(tmp_path: Path, undisturbed: Path) -> Path:
+    return Path(shutil.copytree(undisturbed, tmp_path / "campaign"))
+
+
+def command(*arguments: str) -> Any:
+    return CliRunner().invoke(main, arguments)
+
+
+# What is said of findings --------------------------------------------------------------------------------------------
+
+
+def test_what_a_later_shard_sees_again_is_not_gone(ended: Path) -> None:
+    finding, *_ = facts_of(ended)["findings"]
+    note_recheck(ended, finding["key"], 0, 3, finding["sightings"])
+    assert {each["key"]: each["state"] for each in facts_of(ended)["findings"]}[finding["key"]] == "gone"
+    new = shard_folder(ended, SHARDS)
+    shutil.copytree(shard_folder(ended, finding["shard"]), new)
+    write_json(new / "result.json", (read_json(new / "result.json") or {}) | {"number": SHARDS})
+    assert {each["key"]: each["state"] for each in facts_of(ended)["findings"]}[finding["key"]] == "shrunk"
+
+
+def test_verdicts_given_at_once_are_all_kept(ended: Path) -> None:
+    threads = [threading.Thread(target=note_recheck, args=(ended, f"key {i}", 0, 3, 1)) for i in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(read_json(ended / "rechecks.json") or {}) == 16
+
+
+@pytest.mark.parametrize("diagnosis, repeats", [("hangs", 1), ("crashes", 3), ("stale", 3)])
+def test_a_replay_that_does_not_end_shows_its_finding(
+    ended: Path, monkeypatch: pytest.MonkeyPatch, diagnosis: str, repeats: int
+) -> None:
+    def never_ends(line: list[str], *, timeout: float, **options: object) -> object:
+        raise subprocess.TimeoutExpired(line, timeout)
+
+    path = next(ended.glob("shards/*/findings/*.json"))
+    path.write_text(path.read_text().replace('"diagnosis": "stale"', f'"diagnosis": "{diagnosis}"'))
+    monkeypatch.setattr(subprocess, "run", never_ends)
+    assert f": shown {repeats} of {repeats} times\n" in command("recheck", str(ended), "--timeout", "1").output
+
+
+def test_a_replay_that_verifies_nothing_is_no_verdict(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = subprocess.CompletedProcess([], 4, b"", b"dsa-verify: no GPU")
+    monkeypatch.setattr(subprocess, "run", lambda *line, **options: ends)
+    result = command("recheck", str(ended))
+    assert result.exit_code != 0
+    assert "cannot be replayed (status 4): dsa-verify: no GPU" in str(result.exception)
+
+
+def test_merge_keeps_what_either_folder_has_found(tmp_path: Path, undisturbed: Path) -> None:
+    """A subject may be flaky, or one of the folders of another version of it."""
+    without, into = tmp_path / "without", tmp_path / "into"
+    shutil.copytree(undisturbed, without)
+    for path in without.glob("shards/*/findings/*.json"):
+        path.unlink()
+    assert facts_of(without)["findings"] == []
+    merge([without, undisturbed], into)
+    assert shown(facts_of(into)) == shown(facts_of(undisturbed))
+    begun = shutil.copytree(undisturbed, tmp_path / "begun")
+    for path in begun.glob("shards/*/result.json"):
+        path.unlink()
+    merge([without], Path(begun))
+    assert shown(facts_of(Path(begun))) == shown(facts_of(undisturbed))
+    assert facts_of(Path(begun))["shards_ended"] == {"complete": SHARDS}
+
+
+# Disk and store ------------------------------------------------------------------------------------------------------
+
+
+def test_a_store_that_is_no_database_is_made_again(ended: Path) -> None:
+    before = facts_of(ended)
+    (ended / STORE_FILE).write_bytes(b"not a database, whatever its name says" * 100)
+    assert facts_of(ended) == before
+
+
+@pytest.mark.parametrize("name", ["result.json", "findings/new.json"])
+@pytest.mark.parametrize("text", ["", "[1]", '{"number": 0}', "\ufffd"])
+def test_what_cannot_be_read_is_told_and_not_passed_over(ended: Path, name: str, text: str) -> None:
+    path = shard_folder(ended, 0) / name
+    path.write_bytes(b"\xff\xfe" if text == "\ufffd" else text.encode())
+    result = command("report", str(ended))
+    assert getattr(result.exception, "status", None) == 3
+    assert f"{path.name}: not what this tool wrote" in str(result.exception)
+
+
+def test_a_store_that_another_process_keeps_is_told(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sqlite3
+
+    from fuzz import store as store_module
+
+    monkeypatch.setattr(store_module, "LOCK_WAIT_S", 0.01)
+    with sqlite3.connect(ended / STORE_FILE, isolation_level=None) as other:
+        other.execute("BEGIN IMMEDIATE")
+        result = command("report", str(ended))
+        other.execute("ROLLBACK")
+    assert getattr(result.exception, "status", None) == 3
+    assert "locked by another process" in str(result.exception)
+
+
+def test_a_folder_that_cannot_be_written_is_reported_on(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(path: Path) -> object:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    before = {path: path.stat().st_mtime_ns for path in ended.rglob("*")}
+    monkeypatch.setattr(campaign_module, "held", read_only)
+    result = command("report", str(ended))
+    assert (result.exit_code, "findings; exit status 1" in result.output) == (1, True)
+    assert {path: path.stat().st_mtime_ns for path in ended.rglob("*")} == before
+
+
+def test_a_full_disk_under_the_store_is_told(ended: Path) -> None:
+    from fuzz.store import Store
+
+    with Store(ended) as store:
+        store._connection.execute("PRAGMA max_page_count = 1")
+        store._connection.execute("DELETE FROM sightings")
+        store._connection.execute("VACUUM")
+
+        def fill() -> None:
+            for _ in range(1000):
+                with store._writing():
+                    store._insert("waivers", {"key": os.urandom(2000).hex(), "issue": ""})
+
+        with pytest.raises(campaign_module.HarnessError, match="full; the folders beside it hold all that it did"):
+            fill()
+
+
+def test_a_plan_is_settled_by_one_campaign_at_a_time(tmp_path: Path) -> None:
+    root = tmp_path / "campaign"
+    root.mkdir()
+    with held(root / "campaign.lock"):
+        result = command(str(root), "--max-rounds", "48", "--seed", "2", "--device", "cpu")
+    assert "is in use by process" in str(result.exception)
+    assert not (root / "campaign.json").exists()
+
+
+# Deaths --------------------------------------------------------------------------------------------------------------
+
+
+def folder_of(root: Path, behaviour: str) -> Path:
+    settle_plan(root, values_of(plan_of(behaviour)), {})
+    return shard_folder(root, 0)
+
+
+def test_a_death_is_written_down_before_it_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its supervisor may be killed while it repeats the case, and the death may never come again."""
+    folder, once = folder_of(tmp_path / "campaign", "segfaults"), _Watch.run
+
+    def killed(self: _Watch, arguments: list[str], at: Path | None = None) -> _End:
+        if at is not None:
+            raise KeyboardInterrupt
+        return once(self, arguments, at)
+
+    monkeypatch.setattr(_Watch, "run", killed)
+    with pytest.raises(KeyboardInterrupt):
+        supervise(plan_of("segfaults").shard(0), folder)
+    (record,) = findings_in(folder)
+    assert (record.key.diagnosis, record.state) == ("crashes", "found")
+    assert (folder / str(record.case)).exists()
+
+
+@pytest.mark.parametrize("status", [0, 1, 2, 7, 8])
+def test_a_subject_that_ends_its_process_is_a_death_whatever_the_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setitem(supervise_module.REPEATS, "crashes", 1)
+    root = tmp_path / "campaign"
+    assert run(root, f"exits with {status}") == 1
+    (finding,) = facts_of(root)["findings"]
+    assert (finding["diagnosis"], finding["state"]) == ("crashes", "confirmed")
+    assert f"the process was ended with status {status} by what it ran" in finding["sentence"]
+
+
+def test_what_a_subject_has_started_ends_with_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would keep the shard's lock, so that no repeat could run, and a device's memory."""
+    monkeypatch.setitem(supervise_module.REPEATS, "crashes", 2)
+    root = tmp_path / "campaign"
+    assert run(root, "leaves a helper and segfaults") == 1
+    (finding,) = facts_of(root)["findings"]
+    assert (finding["state"], finding["shown"]) == ("confirmed", 2)
+    pids = [int(line) for line in Path("helpers").read_text().split()]
+    assert len(pids) == 3
+    end = time.monotonic() + 20
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < end, "a helper is still there"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT"])
+def test_a_signal_from_outside_is_no_finding(tmp_path: Path, signal_name: str) -> None:
+    root = tmp_path / "campaign"
+    assert run(root, f"gets {signal_name}") == 0
+    facts = facts_of(root)
+    assert (facts["findings"], facts["rounds_executed"]) == ([], ROUNDS)
+    (attempt,) = attempts_in(shard_folder(root, 0))
+    assert (attempt["ended"], attempt["text"].endswith("done anew")) == ("killed", True)
+
+
+def test_a_case_that_cannot_be_repeated_is_not_called_flaky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, once = folder_of(tmp_path / "campaign", "segfaults"), _Watch.run
+
+    def broken(self: _Watch, arguments: list[str], at: Path | None = None) -> _End:
+        if at is None:
+            return once(self, arguments, at)
+        (self.folder / "log.txt").write_text("dsa-verify: the folder is in use\n")
+        return _End(status=3, wall_s=0.1, orderly=True)
+
+    monkeypatch.setattr(_Watch, "run", broken)
+    supervise(plan_of("segfaults").shard(0), folder)
+    (record,) = findings_in(folder)
+    assert (record.state, record.note) == ("found", "its case could not be repeated: the folder is in use")
+
+
+def test_a_shard_that_is_interrupted_says_so(tmp_path: Path) -> None:
+    """`python -m fuzz.shard` by hand, and Ctrl-C."""
+    folder = folder_of(tmp_path / "campaign", "gets SIGINT")
+    write_json(folder / "spec.json", plan_of("gets SIGINT").shard(0).to_dict())
+    line = [sys.executable, "-m", "fuzz.shard", str(folder)]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        said = process.stderr.read().decode()
+    assert (process.returncode, said) == (ORDERLY + 130, "dsa-verify: interrupted\n")
