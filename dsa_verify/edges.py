@@ -1,6 +1,6 @@
 """Edges: configurations beside the diagnostic matrix, at the edge of what a copy or a kernel may be asked for: page
-tables with a gap behind each row, the largest batch, the longest requests, page tables of 2**31 elements, and a batch
-that is empty throughout, for which a schedule may be undefined (contract 1.7, 2.2, 3.6, 10).
+tables with a gap behind each row, the largest batch, the longest requests, page tables that are live beyond element
+2**31, and a batch that is empty throughout, for which a schedule may be undefined (contract 1.7, 2.2, 3.6, 10).
 
 Engines keep within them, so the matrix does; whoever changes a table's width or a batch wants to know what happens.
 """
@@ -11,14 +11,15 @@ import dataclasses
 import enum
 from typing import Final
 
+import numpy as np
 import torch
 
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import MAX_BATCH, Geometry
 from dsa_verify.layouts.mtp import destinations
-from dsa_verify.matrix import SCRIPTED_ROUNDS, Config, shortest_seq_len, undefined_when_empty
+from dsa_verify.matrix import SCRIPTED_ROUNDS, Config, boundaries, shortest_seq_len, undefined_when_empty
 from dsa_verify.rounds import rows_per_request
-from dsa_verify.scenario import Round
+from dsa_verify.scenario import POISONS, Round
 from dsa_verify.systems import System
 
 SYSTEMS_WITH_EDGES: Final = ("decode", "target_verify", "draft_extend", "mtp")
@@ -47,7 +48,7 @@ class EdgeKind(enum.Enum):
     GAP = "tables with a gap behind each row"
     BATCH = "the largest batch"
     LONG = "requests of a million tokens"
-    WIDE = "tables of 2**31 elements"
+    WIDE = "tables of more than 2**31 elements"
     EMPTY = "every length 0"  # a known defect may end the process here, so that nothing can run after it
 
 
@@ -113,11 +114,25 @@ def _draft_steps(system: System, fixed: frozenset[str]) -> list[dict[str, int]]:
 
 
 def _wide(system: System, geometry: Geometry, seed: int) -> Edge:
-    rows = WIDE_ELEMENTS // geometry.columns
-    edge = _edge(EdgeKind.WIDE, system, geometry, rows // _rows_per_request(system, geometry), seed)
-    note = f"tables of {rows} x {geometry.columns} = 2**31 elements"
+    """The rows of the last request begin at element 2**31."""
+    per_request = _rows_per_request(system, geometry)
+    batch = WIDE_ELEMENTS // geometry.columns // per_request + 1
+    edge = _edge(EdgeKind.WIDE, system, geometry, batch, seed)
+    note = f"tables of {batch * per_request} x {geometry.columns}, more than 2**31 elements"
     note += f", {destinations(geometry)} draft step(s)" if system.name == "mtp" else ""
-    return dataclasses.replace(edge, config=dataclasses.replace(edge.config, note=note))
+    config = dataclasses.replace(edge.config, note=note, script=_live_to_the_end(geometry, batch))
+    return dataclasses.replace(edge, config=config)
+
+
+def _live_to_the_end(geometry: Geometry, batch: int) -> tuple[Round, ...]:
+    """Rounds without pad rows, so that what lies beyond element 2**31 is live: each request is there many times."""
+    lengths, requests = np.resize(boundaries(geometry), batch), np.resize(range(1, geometry.request_rows), batch)
+    rounds = []
+    for i in range(ROUNDS):
+        lengths, requests = np.roll(lengths, i), np.roll(requests, i)
+        ends = [*lengths[:-2].tolist(), geometry.context - i, geometry.context]
+        rounds.append(Round(bucket=batch, seq_lens=tuple(ends), requests=tuple(requests.tolist()), poison=POISONS[i]))
+    return tuple(rounds)
 
 
 def _edge(kind: EdgeKind, system: System, geometry: Geometry, batch: int, seed: int) -> Edge:
