@@ -171,17 +171,27 @@ def _fuzz_system(
 def _make_small(
     findings: Sequence[Finding], options: Options, terminal: Terminal, backend: Backend, ledger: Ledger
 ) -> None:
-    """Shrink the first finding that has a case, and say what it depends on; the others come of the same rounds."""
+    """Shrink the first finding that has a case, and say what it depends on; the others come of the same rounds.
+
+    A flaky subject may not show it again. The finding stands, and its case stays as it was written.
+    """
     finding = next((each for each in findings if each.case and each.diagnosis not in NOT_SHRUNK), None)
     if finding is None or finding.case is None or not options.shrink_s:
         return
     signature = Signature.of(finding)
-    small = shrink(read_case(Path(finding.case)), signature, backend, budget_s=options.shrink_s, ledger=ledger)
+    try:
+        small = shrink(read_case(Path(finding.case)), signature, backend, budget_s=options.shrink_s, ledger=ledger)
+    except UsageError as error:
+        terminal.say(f"  not shrunk: {error}")
+        return
     path = Path(finding.case).with_suffix(".small.json")
     path.write_text(small.scenario.to_json(), encoding="utf-8")
-    said = explain(small.scenario, signature, backend, budget_s=options.shrink_s, ledger=ledger)
+    try:
+        said = explain(small.scenario, signature, backend, budget_s=options.shrink_s, ledger=ledger).sentence
+    except UsageError as error:
+        said = f"not explained: {error}"
     ended = "" if small.finished else ", the time for it being over"
-    terminal.say(f"  shrunk in {small.seconds:.1f} s{ended}: {said.sentence}")
+    terminal.say(f"  shrunk in {small.seconds:.1f} s{ended}: {said}")
     terminal.say(f"  reproduce: {shlex.join(['dsa-verify', 'replay', str(path), *ledger.options])}")
 
 

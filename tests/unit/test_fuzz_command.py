@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import DEVICE, backend, small
+from support import DEVICE, EagerDecode, backend, small
 
 from dsa_verify.errors import STATUS_EQUAL, STATUS_MISMATCH, UsageError
+from dsa_verify.geometry import Geometry
 from dsa_verify.job import Job
 from dsa_verify.scenario import read_case
+from dsa_verify.subject import Buffers, Inputs
 from dsa_verify.systems import SYSTEMS
 from fuzz import command
 from fuzz.coverage import Coverage
@@ -22,6 +24,21 @@ from fuzz.resident import resident_chunks
 from fuzz.strategies import spec_at
 
 SMALL = ("context=37", "request_rows=9", "topk=8")
+
+
+class WrongUntil(EagerDecode):
+    """Adds 1 to the lengths as long as `folder` has no file of `pattern`."""
+
+    folder: Path
+    pattern: str
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        super().allocate(geometry, inputs, buffers)
+        self._wrong = not any(self.folder.glob(self.pattern))
+
+    def in_graph(self) -> None:
+        super().in_graph()
+        self.out["cache_seqlens_int32"].add_(int(self._wrong))
 
 
 def run(folder: Path, **changes: Any) -> tuple[int, dict[str, Any]]:
@@ -69,6 +86,27 @@ def test_a_fault_is_found_shrunk_and_explained(tmp_path: Path, capsys: pytest.Ca
     said = capsys.readouterr().out
     assert "shrunk in " in said
     assert f"reproduce: dsa-verify replay {case.with_suffix('.small.json')}" in said
+
+
+@pytest.mark.parametrize("pattern, said", [("decode-*.json", "not shrunk: "), ("*.small.json", "not explained: ")])
+def test_a_finding_that_does_not_show_again_stands(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    pattern: str,
+    said: str,
+) -> None:
+    """It is there in the run and in the confirmation, and gone when it is shrunk, or explained."""
+    monkeypatch.setattr(WrongUntil, "folder", tmp_path, raising=False)
+    monkeypatch.setattr(WrongUntil, "pattern", pattern, raising=False)
+    status, result = run(tmp_path, subject="test_fuzz_command:WrongUntil")
+    assert status == STATUS_MISMATCH
+    assert read_case(Path(result["findings"][0]["case"])).rounds
+    assert result["fuzz"][0]["parts"][0]["rounds_executed"]
+    found, coverage = capsys.readouterr().out.split(said)
+    assert "FOUND in decode" in found
+    assert coverage.startswith("the case does not show ")
+    assert "rounds requested 100, executed " in coverage
 
 
 def test_what_has_no_effect_is_refused(tmp_path: Path) -> None:
