@@ -1,9 +1,9 @@
 """Explain: which values of a small case its finding depends on, and how, in one sentence.
 
 Each value that the case still holds is varied by itself, the rest left as it is, and every variation is replayed from
-nothing: if the finding stays in all of them, the value is free. Of a length also the range in which the finding stays
-is looked for, by bisection between the boundaries at which a formula turns. "Free" means free in what was tried, the
-neighbours, the extremes and a few boundaries, not in all values. What two values have to do with each other shows
+nothing: if the finding stays in all of them, the value is free. Of a length and of a request row also the range in
+which the finding stays is looked for, by bisection between what was tried. "Free" means free in what was tried, the
+neighbours, the extremes and a few values between, not in all values. What two values have to do with each other shows
 only in that neither is free. The finding stays where it keeps its signature: what has another diagnosis has gone.
 """
 
@@ -23,12 +23,13 @@ from dsa_verify.scenario import POISONS, Round, Scenario, drawn_lens
 from dsa_verify.subject import SubjectFactory
 from dsa_verify.systems import get_system
 from dsa_verify.waivers import NO_WAIVERS, Ledger
-from fuzz.shrink import BUDGET_S, closest, put, resized, turning_lengths, with_requests
+from fuzz.shrink import BUDGET_S, closest, named_requests, put, resized, turning_lengths, with_requests
 from fuzz.trials import OutOfTime, Signature, Trials, is_legal
 
 FREE: Final = "any"
-_SPREAD: Final = 6  # boundaries that a length is tried at, beside its neighbours and the extremes
-_ALSO: Final = 3  # other values that are named for a length which is not one range
+_SPREAD: Final = 6  # boundaries or rows that are tried, beside the neighbours and the extremes
+_ALSO: Final = 3  # other values that are named where they are not one range
+_MORE_ROWS: Final = 16  # request rows beyond those of the case, where it has none to try
 _NOT_VARIED: Final = ("draft_tokens", "request_rows")  # of the overrides: these have verdicts of their own
 
 
@@ -163,54 +164,93 @@ class _Study:
     def _range_of(self, length: int, variant: Callable[[int], Scenario]) -> str:
         """With which lengths in the place of `length` the finding stays, in words."""
         least, most = shortest_seq_len(self.case.system, self.case.geometry), self.case.geometry.context
-        turns = turning_lengths(self.case)
-        spread = turns[:: -(-len(turns) // _SPREAD)]
         page = self.case.geometry.page_size
         near = {length + step for step in (-page, -1, 1, page)}
-        tried = sorted({*near, least, max(least, 1), *spread, most} - {length})
-        legal = [value for value in tried if least <= value <= most and is_legal(variant(value))]
-        gone = [value for value in legal if not self.shows(variant(value))]
+        tried = {*near, least, max(least, 1), *_spread(turning_lengths(self.case)), most}
+        return self._stays(length, range(least, most + 1), tried, variant)
+
+    def _stays(
+        self,
+        value: int,
+        values: Sequence[int],
+        tried: set[int],
+        variant: Callable[[int], Scenario],
+        *,
+        ordered: bool = True,
+    ) -> str:
+        """With which of `values`, ascending, in the place of `value` the finding stays, in words; some are `tried`.
+
+        `ordered`: between two of them with which it stays it is likely to; otherwise only an unbroken range is one.
+        """
+
+        def shows(at: int) -> bool:
+            return is_legal(variant(values[at])) and self.shows(variant(values[at]))
+
+        here = values.index(value)
+        known = [values.index(each) for each in sorted(tried - {value}) if each in values]
+        legal = [at for at in known if is_legal(variant(values[at]))]
+        gone = [at for at in legal if not shows(at)]
+        if not legal:
+            return str(value)
         if not gone:
             return FREE
+        stays = sorted({here, *legal} - {*gone})
+        if not ordered and any(stays[0] < at < stays[-1] for at in gone):
+            return f"{value}{_also([values[at] for at in stays if at != here], [values[at] for at in gone])}"
         if len(gone) == 1 and legal[0] < gone[0] < legal[-1]:
-            return f"any but {gone[0]}"
-
-        def shows(value: int) -> bool:
-            return is_legal(variant(value)) and self.shows(variant(value))
-
-        stays = sorted({length, *(value for value in legal if value not in gone)})
-        low, high = least, most
-        if below := [value for value in gone if value < length]:
-            low = closest(below[-1], min(value for value in stays if value > below[-1]), shows)[1]
-        if above := [value for value in gone if value > length]:
-            high = closest(above[0], max(value for value in stays if value < above[0]), shows)[1]
-        return _range(low, high, least, most) + _also([value for value in stays if not low <= value <= high])
+            return f"any but {values[gone[0]]}"
+        low, high = 0, len(values) - 1
+        if below := [at for at in gone if at < here]:
+            low = closest(below[-1], min(at for at in stays if at > below[-1]), shows)[1]
+        if above := [at for at in gone if at > here]:
+            high = closest(above[0], max(at for at in stays if at < above[0]), shows)[1]
+        outside = [values[at] for at in stays if not low <= at <= high]
+        return _range(values[low], values[high], values[0], values[-1]) + _also(outside)
 
     # Everything else -------------------------------------------------------------------------------------------------
 
     def _requests(self) -> None:
-        rows = list(dict.fromkeys(row for round_ in self.case.rounds for row in (*round_.requests, *round_.remap)))
+        rows = named_requests(self.case)
         if not rows:
             return
-        wide = self.case
-        room = max(rows) + 3  # for rows that the case does not name
-        if wide.geometry.request_rows < room:
-            wide = dataclasses.replace(wide, geometry=wide.geometry.replace(request_rows=room))
-        unused = [row for row in range(1, wide.geometry.request_rows) if row not in rows]
-        others = (unused[0], unused[-1])
-        fixed, tied = [], False
+        wide = self._with_rows_to_try(max(rows))
+        unused = {*range(1, wide.geometry.request_rows)} - {*rows}
+        bound, tied = [], False
         for row in rows:
-            needed = self._needed([with_requests(wide, {row: other}) for other in others])
-            self.verdicts.append(Verdict(what=f"request row {row}", value=str(row), stays=str(row) if needed else FREE))
-            if needed:
-                fixed.append(row)
+            values = sorted({row, *unused})
+            here = values.index(row)
+            near = values[max(here - 1, 0) : here + 2]
+            tried = {values[0], *near, *_spread(values), values[-1]}
+            stays = self._stays(row, values, tried, partial(self._with_request, wide, row), ordered=False)
+            self.verdicts.append(Verdict(what=f"request row {row}", value=str(row), stays=stays))
+            if stays != FREE:
+                bound.append(stays)
             elif not tied:
-                tied = self._needed(list(_renamed_once(wide, row, others[0])))
-        if fixed:
-            self.phrases.append(f"{_plural('request row', len(fixed))} {', '.join(map(str, fixed))}")
+                other = next(each for each in near if each != row)
+                tied = self._needed(list(_renamed_once(self._with_row(wide, other), row, other)))
+        if bound:
+            self.phrases.append(f"{_plural('request row', len(bound))} {' and '.join(bound)}")
         else:
             together = ", the same wherever it is" if tied else ""
             self.phrases.append(f"any {_plural('request row', len(rows))}{together}")
+
+    def _with_rows_to_try(self, last: int) -> Scenario:
+        """The case, with more request rows where it has hardly any behind `last` and they do not end the finding."""
+        count = self.case.geometry.request_rows
+        if last + 2 < count:
+            return self.case
+        for _, wide in self._with_geometry("request_rows", [count + _MORE_ROWS]):
+            if self.shows(wide):
+                return wide
+            self._judge("request_rows", count, str(count))
+        return self.case
+
+    def _with_row(self, wide: Scenario, row: int) -> Scenario:
+        """The case itself if it has `row`: with more rows all of them are on other pages."""
+        return self.case if row < self.case.geometry.request_rows else wide
+
+    def _with_request(self, wide: Scenario, row: int, other: int) -> Scenario:
+        return with_requests(self._with_row(wide, other), {row: other})
 
     def _lens(self) -> None:
         n = self.case.geometry.draft_tokens
@@ -310,8 +350,18 @@ def _range(low: int, high: int, least: int, most: int) -> str:
     return f"at most {high}" if low == least else f"{low} to {high}"
 
 
-def _also(values: Sequence[int]) -> str:
-    return f" (also {', '.join(map(str, values[:_ALSO]))})" if values else ""
+def _spread(values: Sequence[int]) -> Sequence[int]:
+    """At most _SPREAD of them, evenly."""
+    return values[:: -(-len(values) // _SPREAD)]
+
+
+def _also(values: Sequence[int], gone: Sequence[int] = ()) -> str:
+    said = [f"{word} {_few(each)}" for word, each in (("also", values), ("not", gone)) if each]
+    return f" ({'; '.join(said)})" if said else ""
+
+
+def _few(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values[:_ALSO])) + (" and more" if len(values) > _ALSO else "")
 
 
 def _plural(noun: str, count: int) -> str:

@@ -1,7 +1,7 @@
 """Shrink: makes a case that shows a finding as small and as plain as it gets, without losing the finding.
 
 Hypothesis shrinks what it drew, the structure; this shrinks what it became, the expanded rounds, and knows what is
-simpler here: fewer rounds, requests and remaps, the loud poison, lengths on a lower boundary, requests 1, 2, 3, the
+simpler here: fewer rounds, requests and remaps, the loud poison, lengths on a lower boundary, low request rows, the
 smallest buckets and draft. Passes follow each other until none achieves anything. At first candidates are screened in
 a replayer that is reused (trials.py), and only what passes is confirmed from nothing; at the end, when a confirmation
 costs little, every candidate that was left out is confirmed. So nothing that is accepted rests on a screening, and
@@ -244,15 +244,16 @@ def smaller_geometry(search: _Search) -> None:
 
 
 def plain_requests(search: _Search) -> None:
-    """Requests 1, 2, 3, ... in the order in which they come, or of each round anew; few request rows."""
-    rows = dict.fromkeys(row for round_ in search.rounds for row in (*round_.requests, *round_.remap))
-    live = [row for row in rows if row != PAD_REQUEST]
+    """Requests 1, 2, 3, ... in the order in which they come, or of each round anew, or else each as low as it may be;
+    few request rows."""
+    live = [row for row in named_requests(search.best) if row != PAD_REQUEST]
     search.attempt(with_requests(search.best, {row: i for i, row in enumerate(live, 1)}))
     search.attempt_each(lambda round_: _set(requests=tuple(range(1, round_.raw_batch + 1)))(round_))
+    for row in named_requests(search.best):
+        _lower(search, row)
     # A size that the case does not mention is left alone: it would be one thing more to read.
     if "request_rows" in search.best.geometry.overrides():
-        named = [row for round_ in search.rounds for row in (*round_.requests, *round_.remap)]
-        fewest = max([1, *named]) + 1
+        fewest = max([1, *named_requests(search.best)]) + 1
         if fewest < search.best.geometry.request_rows:
             search.attempt_geometry(request_rows=fewest)
 
@@ -309,6 +310,19 @@ def _shorten(search: _Search, i: int, b: int, least: int) -> None:
     closest(turns[bad], turns[good], attempt)
 
 
+def _lower(search: _Search, row: int) -> None:
+    """Request `row` called by the lowest number that no other has, as far as the finding stays."""
+    case, named = search.best, named_requests(search.best)
+    values = [*(each for each in range(1, row) if each not in named), row]
+
+    def attempt(at: int) -> bool:
+        return search.attempt(with_requests(case, {row: values[at]}))
+
+    few = range(len(values) - 1)[:_SMALLEST_FIRST]
+    if not any(map(attempt, few)):
+        closest(len(few) - 1, len(values) - 1, attempt)
+
+
 def _drop_parts(items: Sequence[T], attempt: Callable[[Sequence[T]], bool], *, least: int = 0) -> None:
     """Leave out all of `items`, then halves, quarters, ... down to single ones, as `attempt` allows."""
     kept = list(items)
@@ -362,6 +376,11 @@ def resized(scenario: Scenario, bucket: int, size: int) -> Scenario:
             for round_ in scenario.rounds
         ),
     )
+
+
+def named_requests(scenario: Scenario) -> list[int]:
+    """The request rows that `scenario` mentions, each once, in the order in which they come."""
+    return list(dict.fromkeys(row for round_ in scenario.rounds for row in (*round_.requests, *round_.remap)))
 
 
 def with_requests(scenario: Scenario, names: dict[int, int]) -> Scenario:

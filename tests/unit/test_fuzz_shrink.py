@@ -85,6 +85,32 @@ class LongAndPaged(Long):
         self.out["real_page_table"].add_((self.inputs.seq_lens > 3).int()[:, None])
 
 
+class HighRequests(EagerDecode):
+    """Adds 1 to the first page of each request row from 3 on."""
+
+    def in_graph(self) -> None:
+        super().in_graph()
+        self.out["real_page_table"][:, 0].add_((self.inputs.req_pool_indices >= 3).int())
+
+
+class FewRequests(HighRequests):
+    """Likewise, but right if there are more than 4 request rows."""
+
+    def in_graph(self) -> None:
+        if self.geometry.request_rows > 4:
+            EagerDecode.in_graph(self)
+        else:
+            super().in_graph()
+
+
+class HighPages(EagerDecode):
+    """Adds 1 to each high page id, which scattered request rows have."""
+
+    def in_graph(self) -> None:
+        super().in_graph()
+        self.out["real_page_table"].add_((self.out["real_page_table"] > 4500).int())
+
+
 def scripted(system: str, fault: str | None = None, *, batch: int = 4, subject: type[EagerDecode] | None = None):
     """(job, scripted case) on a small geometry, with the eager subject where there is one."""
     geometry = small() if subject else Geometry.resolve("tiny")
@@ -188,6 +214,52 @@ def test_a_threshold_is_found_beside_another_bug_and_said_as_a_range() -> None:
     # 38 would not be a length that exists, so at the longest one the same bug is out of range instead.
     assert words.sentence == "1 round, 1 request: length 21 to 36; any request row; everything else is free"
     assert [verdict.what for verdict in words.verdicts if not verdict.free] == ["length of round 0, batch row 0"]
+
+
+@pytest.mark.parametrize(
+    "subject, row, words, showing",
+    [
+        (HighRequests, 3, "length 1 or more; request row 3 or more", {*range(3, 16)}),
+        (
+            HighPages,
+            1,
+            "length 5 or more; request row 1 (also 4, 10, 15; not 2, 7, 13)",
+            {1, 3, 4, 5, 6, 9, 10, 11, 14, 15},
+        ),
+    ],
+)
+def test_the_lowest_request_row_is_found_and_the_others_said_as_they_are(
+    subject: type[EagerDecode], row: int, words: str, showing: set[int]
+) -> None:
+    geometry = Geometry.resolve("tiny", {"request_rows": 16})
+    found = Round(bucket=4, seq_lens=(5, 9, 2), requests=(14, 12, 15))
+    case = Scenario(system="decode", geometry=geometry, buckets=(4, 2), rounds=(found,))
+    signature = Signature.of(confirm(job_of(subject, geometry=geometry), case.rounds)[0])
+    small_case = shrink(case, signature, backend(), subject=subject).scenario
+    assert [round_.requests for round_ in small_case.rounds] == [(row,)]
+    said = explain(small_case, signature, backend(), subject=subject)
+    assert said.sentence == f"1 round, 1 request: {words}; everything else is free"
+    assert said.confirmed < 30
+
+    def shows(other: int) -> bool:
+        wide = small_case.geometry if other < small_case.geometry.request_rows else geometry
+        rounds = [dataclasses.replace(round_, requests=(other,)) for round_ in small_case.rounds]
+        found = confirm(job_of(subject, buckets=small_case.buckets, geometry=wide), rounds)
+        return signature in map(Signature.of, found)
+
+    assert {other for other in range(1, 16) if shows(other)} == showing
+
+
+def test_a_case_that_needs_as_few_request_rows_as_it_has_says_so() -> None:
+    case = Scenario(
+        system="decode",
+        geometry=small(request_rows=4),
+        buckets=(1,),
+        rounds=(Round(bucket=1, seq_lens=(1,), requests=(3,)),),
+    )
+    signature = Signature.of(confirm(job_of(FewRequests, geometry=case.geometry, buckets=(1,)), case.rounds)[0])
+    said = explain(case, signature, backend(), subject=FewRequests)
+    assert "; request_rows 4; request row 3; " in said.sentence
 
 
 def test_another_failure_of_the_subject_is_another_signature() -> None:
