@@ -21,7 +21,7 @@ from dsa_verify.allocations import Allocations
 from dsa_verify.arena import TORCH_DTYPES, Arena, Identity
 from dsa_verify.canonical import CanonicalClose, CanonicalItems, canonical
 from dsa_verify.compilations import count_compilations
-from dsa_verify.contract import Compare, Layout, Row
+from dsa_verify.contract import Compare, Field, Layout, Row
 from dsa_verify.errors import (
     CaptureError,
     DeviceLost,
@@ -478,7 +478,7 @@ class Replayer:
             raise AssertionError from error  # _raise_fault always raises
 
     def _check_outputs(self, subject: Subject, buffers: Buffers, layout: Layout) -> None:
-        """Every field of `layout` is there, in its shape and dtype, and an alias is one."""
+        """Every field of `layout` is there, in its shape and dtype, and an alias is a view of its owner."""
         outputs = current_outputs(subject, buffers)
         wrong = []
         for field in layout:
@@ -494,8 +494,8 @@ class Replayer:
                 wrong.append(
                     f"{field.name} has strides {list(tensor.stride())}; the elements of a row must be adjacent"
                 )
-            elif field.alias is not None and tensor.data_ptr() != outputs[field.alias].data_ptr():
-                wrong.append(f"{field.name} must share its memory with {field.alias} (contract {field.section})")
+            elif field.alias is not None and (text := _no_view(field, tensor, outputs.get(field.alias))):
+                wrong.append(f"{field.name} {text} (contract {field.section})")
         if wrong:
             raise SubjectFault("allocate", layout.bucket, "; ".join(wrong), kind="wrong outputs")
 
@@ -542,6 +542,21 @@ def without_pools(layout: Layout, leave_out: Collection[str]) -> Layout:
     """`layout` without the pools that are not compared: they are as large as ids of slots are high, and nothing else
     follows from them."""
     return layout.without([field.name for field in layout if field.row is Row.SLOT and field.name in leave_out])
+
+
+def _no_view(field: Field, tensor: torch.Tensor, owner: torch.Tensor | None) -> str:
+    """What tells `tensor`, of the shape of `field`, from a view of `owner` in that shape; empty if nothing does, or if
+    `owner` is itself none of which there is such a view."""
+    if owner is None or owner.numel() != tensor.numel():
+        return ""
+    if tensor.data_ptr() != owner.data_ptr():
+        return f"must share its memory with {field.alias}"
+    view = owner.view(field.shape)
+    # Nobody steps along a dimension of one element.
+    steps = [i for i, size in enumerate(field.shape) if size > 1]
+    if all(tensor.stride(i) == view.stride(i) for i in steps):
+        return ""
+    return f"has strides {list(tensor.stride())}, as a view of {field.alias} it must have {list(view.stride())}"
 
 
 @contextlib.contextmanager

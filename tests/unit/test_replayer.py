@@ -325,6 +325,28 @@ class BrokenAlias(Returns):
         return out
 
 
+class StridedAlias(Returns):
+    """The length of every third request, at the address of the first."""
+
+    def spoil(self, out: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        lengths = out["cache_seqlens_int32"]
+        out["dsa_seqlens_expanded"] = lengths.as_strided(lengths.shape, (3,), lengths.storage_offset())
+        return out
+
+
+class StridedColumn(Returns):
+    def spoil(self, out: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        lengths = out["cache_seqlens_int32"]
+        out["paged_mqa_ctx_lens_2d"] = lengths.as_strided((len(lengths), 1), (2, 1), lengths.storage_offset())
+        return out
+
+
+class OwnerMissing(Returns):
+    def spoil(self, out: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        del out["cache_seqlens_int32"]
+        return out
+
+
 class Everything(Returns):
     def spoil(self, out: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {}
@@ -344,6 +366,16 @@ class Transposed(Returns):
         (WrongShape, "cu_seqlens_k is int32 [4], it must be int32 [5] (contract 1.1)"),
         (WrongDtype, "dsa_cu_seqlens_k is int64 [5], it must be int32 [5] (contract 1.1)"),
         (BrokenAlias, "dsa_seqlens_expanded must share its memory with cache_seqlens_int32 (contract 1.1)"),
+        (
+            StridedAlias,
+            "dsa_seqlens_expanded has strides [3], as a view of cache_seqlens_int32 it must have [1] (contract 1.1)",
+        ),
+        (
+            StridedColumn,
+            "paged_mqa_ctx_lens_2d has strides [2, 1], as a view of cache_seqlens_int32 it must have [1, 1] "
+            "(contract 1.1)",
+        ),
+        (OwnerMissing, "cache_seqlens_int32 is missing (int32 [4], contract 1.1)"),
     ],
 )
 def test_wrong_outputs_are_named_with_what_they_must_be(subject: type[Returns], text: str):
@@ -351,6 +383,45 @@ def test_wrong_outputs_are_named_with_what_they_must_be(subject: type[Returns], 
         open_replayer(subject)
     assert str(caught.value) == text
     assert (caught.value.stage, caught.value.bucket, caught.value.kind) == ("allocate", 4, "wrong outputs")
+
+
+class OddStrides(Returns):
+    """Other strides where there is one element only, which no consumer can tell."""
+
+    def spoil(self, out: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        lengths = out["cache_seqlens_int32"]
+        out["dsa_seqlens_expanded"] = lengths.as_strided((1,), (3,), lengths.storage_offset())
+        out["paged_mqa_ctx_lens_2d"] = lengths.as_strided((1, 1), (5, 7), lengths.storage_offset())
+        return out
+
+
+def test_strides_of_one_element_do_not_matter():
+    assert not differences(run(OddStrides, [decode_round(1, 5)], buckets=(1,)))
+
+
+class OwnerOfLongRows(OwnBuffers):
+    """With pages of one token the two tables are one, here with rows further apart than they are wide."""
+
+    def outputs_of(self, buffers: Buffers) -> dict[str, torch.Tensor]:
+        own = super().outputs_of(buffers)
+        rows, columns = own["page_table_1"].shape
+        table = torch.zeros((rows, columns + 9), dtype=torch.int32, device=DEVICE)[:, :columns]
+        return own | {"page_table_1": table, "real_page_table": self.alias_of(table)}
+
+    def alias_of(self, table: torch.Tensor) -> torch.Tensor:
+        return table
+
+
+class AliasOfAdjacentRows(OwnerOfLongRows):
+    def alias_of(self, table: torch.Tensor) -> torch.Tensor:
+        return table.as_strided(table.shape, (table.shape[1], 1))
+
+
+def test_an_alias_has_the_rows_of_its_owner():
+    one_table = small(page_size=1)
+    assert not differences(run(OwnerOfLongRows, ROUNDS[:1], geometry=one_table))
+    with pytest.raises(SubjectFault, match=r"real_page_table has strides \[37, 1\], as a view of page_table_1 it must"):
+        open_replayer(AliasOfAdjacentRows, geometry=one_table)
 
 
 def test_every_wrong_output_is_named_at_once():
