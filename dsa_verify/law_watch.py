@@ -31,7 +31,7 @@ class _Watched:
 
 
 class LawWatch:
-    """The laws of every schedule of `layout` that `names` has: rows from `schedules`, lengths from `lengths`."""
+    """The laws of every schedule of `layout`: rows from `schedules`, each contiguous, lengths from `lengths`."""
 
     def __init__(
         self, layout: Layout, schedules: Mapping[str, torch.Tensor], lengths: Mapping[str, torch.Tensor]
@@ -39,8 +39,7 @@ class LawWatch:
         self._watched: dict[str, _Watched] = {}
         for field in layout:
             found = scheduled_lengths(field.name)
-            # A strided schedule is refused by the law; that it is one shows in the address ledger.
-            if found is None or not schedules[field.name].is_contiguous():
+            if found is None:
                 continue
             law = law_of(layout, lengths[found[0]])
             result = torch.full(law.result_shape, -1, dtype=torch.int32, device=schedules[field.name].device)

@@ -38,6 +38,7 @@ from dsa_verify.graphs import Backend, Graph
 from dsa_verify.graphs.capturing import CAPTURE_ERROR_MODE, no_collection
 from dsa_verify.judge import RING_ENTRIES, Judge, Phase, Tally
 from dsa_verify.law_watch import LawWatch
+from dsa_verify.layouts.indexer import scheduled_lengths
 from dsa_verify.memory import memory_told_apart
 from dsa_verify.own_form import CONTRACT_FORM, OwnForm, OwnRows
 from dsa_verify.poison import Poison
@@ -493,6 +494,11 @@ class Replayer:
             elif not rows_are_whole(tensor):
                 wrong.append(
                     f"{field.name} has strides {list(tensor.stride())}; the elements of a row must be adjacent"
+                )
+            elif scheduled_lengths(field.name) is not None and not tensor.is_contiguous():
+                wrong.append(
+                    f"{field.name} has strides {list(tensor.stride())}; consumers read a schedule as contiguous, with "
+                    f"strides [{field.columns}, 1] (contract 3.5)"
                 )
             elif field.alias is not None and (text := _no_view(field, tensor, outputs.get(field.alias))):
                 wrong.append(f"{field.name} {text} (contract {field.section})")

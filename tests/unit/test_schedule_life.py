@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from dsa_verify.pipelines.schedule_life import OutOfGraph, Residual
 from dsa_verify.regions import LOUD_WORD
 from dsa_verify.scenario import Round
 from dsa_verify.schedules import VARIANTS, Placement, ScheduleVariant
+from dsa_verify.subject import Buffers, Inputs
 from dsa_verify.systems import SYSTEMS
 from dsa_verify.verify import Counts, verify_rounds
 from oracles.schedule import schedule
@@ -154,3 +156,29 @@ def test_a_law_sees_what_subject_and_oracle_agree_in(monkeypatch: pytest.MonkeyP
     assert {finding.field for finding in findings} <= {FULL, POOLED}
     assert {finding.law for finding in findings} <= {Law.PLACEMENT.value, Law.EMPTY.value}
     assert all(re.search(r"SM \d+|row \d+", finding.sentence) for finding in findings)
+
+
+class Strided(OutOfGraph):
+    """A right schedule, but in rows of four words."""
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        super().allocate(geometry, inputs, buffers)
+        self.own = {**buffers, POOLED: torch.zeros_like(buffers[POOLED]).repeat(1, 2)[:, :2]}
+
+    def before_replay(self) -> None:
+        super().before_replay()
+        self.own[POOLED].copy_(self._buffers[POOLED])
+
+    def outputs(self) -> Mapping[str, torch.Tensor]:
+        return self.own
+
+
+def test_a_schedule_that_is_not_contiguous_is_refused() -> None:
+    """Law 7 of contract 3.5; without it the other laws could not be looked at either."""
+    job = job_of(Strided)
+    (finding,) = verify_rounds(job, [job.table(ROUNDS)], Counts(), folder=None)
+    assert finding.diagnosis is Diagnosis.WRONG_OUTPUTS
+    assert finding.sentence == (
+        f"wrong outputs: bucket 4: {POOLED} has strides [4, 1]; consumers read a schedule as contiguous, with strides "
+        "[2, 1] (contract 3.5)"
+    )
