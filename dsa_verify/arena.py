@@ -1,4 +1,5 @@
-"""Arena: the output buffers of all buckets of one side, guarded, poisonable and at addresses that never change.
+"""Arena: the output buffers of all buckets of one side, guarded, poisonable and at addresses that never change; and
+InputMemory, which guards the inputs.
 
 All buffers lie in one slab with a guard between each two, so that a write past a buffer lands in bytes the judge
 looks at, whatever allocator the device has. Buffers of shared fields exist once, for the widest bucket, and every
@@ -20,17 +21,21 @@ from dsa_verify.subject import Buffers
 GUARD_BYTES: Final = 4096
 ALIGNMENT_BYTES: Final = 512
 GUARD_WORD: Final = -0x38383839  # int32 of 0xC7C7C7C7: no legal value, and not a poison
+_STRIDE: Final = 2  # of a strided input view
+_OFFSET: Final = 1  # elements before an offset view: less than the 16 bytes that compilers hope for
+_ROW_SLACK: Final = 64  # columns that a strided row has beyond its width
 TORCH_DTYPES: Final = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
     """int32 words between two buffers, or [rows, words] behind the rows of one; `after` and `before` name the fields on
-    its sides (None at the ends)."""
+    its sides (None at the ends). `want`: int32 [rows, words], what they hold if it is not GUARD_WORD."""
 
     words: torch.Tensor
     after: str | None
     before: str | None
+    want: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +124,44 @@ class Arena:
 
     def _window(self, start: int, stop: int) -> torch.Tensor:
         return self.words[start // 4 : stop // 4]
+
+
+class InputMemory:
+    """Zeroed tensors on `device`, each with guards around it, and in the gaps of a strided one.
+
+    A gap holds a legal value: a subject that takes elements for adjacent reads it, and must be wrong rather than lost.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._gaps: list[tuple[torch.Tensor, int]] = []
+        self.guards: list[Guard] = []
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, form: str, legal: int) -> torch.Tensor:
+        """In the form of the input view `form`. Of a matrix the rows are whole, with a gap of `legal` behind each where
+        it is strided; what has more dimensions is always plain."""
+        rows, width, gap, edge = shape[0], math.prod(shape[1:]), 0, GUARD_BYTES // dtype.itemsize
+        if form == "strided" and len(shape) <= 2:
+            gap = _STRIDE - 1 if len(shape) == 1 else _ROW_SLACK
+        start = edge + (_OFFSET if form == "offset" and len(shape) <= 2 else 0)
+        stop = start + rows * (width + gap)
+        memory = torch.zeros(stop + edge, dtype=dtype, device=self._device)
+        for part, after, before in ((memory[:start], None, name), (memory[stop:], name, None)):
+            words = part.view(torch.int32)
+            self.guards.append(Guard(words=words.fill_(GUARD_WORD), after=after, before=before))
+        if not gap:
+            return memory[start:stop].view(shape)
+        whole = memory[start:stop].view(rows, width + gap)
+        behind = whole[:, width:]
+        self._gaps.append((behind, legal))
+        want = torch.full((gap,), legal, dtype=dtype, device=self._device).view(torch.int32).expand(rows, -1)
+        self.guards.append(Guard(words=behind.view(torch.int32), after=name, before=name, want=want))
+        return whole[:, 0] if len(shape) == 1 else whole[:, :width]
+
+    def reset_gaps(self) -> None:
+        """Asynchronous and capturable."""
+        for gap, legal in self._gaps:
+            gap.fill_(legal)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

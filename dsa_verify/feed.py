@@ -8,25 +8,22 @@ pages. No host value is read, so the step can be captured in a graph and replaye
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection, Sequence
 from typing import Final
 
 import numpy as np
 import torch
 
+from dsa_verify.arena import Guard, InputMemory
 from dsa_verify.expand import expansion
 from dsa_verify.geometry import DISJOINT_GENERATIONS, Geometry
 from dsa_verify.regions import Control
 from dsa_verify.registry import BufferRegistry
 from dsa_verify.rounds import PAD_REQUEST, PAGE_ID_MULTIPLIER, RoundTable, token_capacity
-from dsa_verify.static_inputs import StaticInput, static_inputs
+from dsa_verify.static_inputs import static_inputs
 from dsa_verify.subject import Inputs
 
 _DTYPES: Final = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
-_STRIDE: Final = 2  # of a strided input view
-_OFFSET: Final = 1  # elements before an offset view: less than the 16 bytes that compilers hope for
-_ROW_SLACK: Final = 64  # columns that a strided row has beyond its width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +63,7 @@ class _Columns:
 
 class Feed:
     """Inputs for buckets up to `widest` on `device`, the subject's in the form that `geometry` asks for, the oracle's
-    plain.
+    plain. `guards`: around the subject's, and in their gaps.
 
     `capacity`: rounds of one upload; `remap_slots`: remapped requests of one round at most; `forget`: inputs of the
     subject whose pad tails are never reset, a defect to be found.
@@ -83,7 +80,7 @@ class Feed:
         remap_slots: int,
         forget: Collection[str] = (),
     ):
-        self.geometry, self._widest, self._device = geometry, widest, device
+        self.geometry, self.widest, self._device = geometry, widest, device
         self._specs = static_inputs(system, geometry)
         self._expand = expansion(system, geometry)
         self._drawn = [spec.name for spec in self._specs if spec.drawn]
@@ -94,8 +91,9 @@ class Feed:
         self.round_index = torch.full((1,), -1, dtype=torch.int64, device=device)
         self._pages = torch.arange(geometry.pages_per_row, device=device)
         self._offsets = torch.arange(geometry.allocator_page, device=device)
-        self._subject = self._inputs(system, geometry.input_view)
-        self._oracle = self._inputs(system, "plain")
+        self._memory = InputMemory(device)
+        self._subject = self._inputs(system, self._memory, geometry.input_view)
+        self._oracle = self._inputs(system, InputMemory(device), "plain")
         self._registry = BufferRegistry(self._specs, self._subject.tensors(), forget=forget)
         self._oracle_registry = BufferRegistry(self._specs, self._oracle.tensors())
         self._current: dict[int, torch.Tensor] = {}
@@ -109,6 +107,10 @@ class Feed:
             tensors = inputs.tensors()
             for spec in self._specs:
                 tensors[spec.name].fill_(spec.pad)
+
+    @property
+    def guards(self) -> Sequence[Guard]:
+        return self._memory.guards
 
     def inputs(self, bucket: int) -> tuple[Inputs, Inputs]:
         """(subject's, oracle's) views of `bucket`."""
@@ -152,6 +154,7 @@ class Feed:
         then reset.
         """
         columns = self._columns
+        self._memory.reset_gaps()
         self._cursor.add_(1)
         self.round_index.add_(1)
         row = self._row(bucket)
@@ -176,11 +179,11 @@ class Feed:
         return self._current[bucket]
 
     def _remap(self, rows: torch.Tensor, generations: torch.Tensor) -> None:
+        # Row -1 stands for no remap: the row of the pad request is written as it is.
+        rows = torch.where(rows < 0, PAD_REQUEST, rows)
         slots = self._token_slots(rows, generations)
-        # Row -1 stands for no remap: it goes to the row past the last, which no request can name.
-        target = torch.where(rows < 0, self.geometry.request_rows, rows)
         for inputs in (self._subject, self._oracle):
-            inputs.req_to_token.index_copy_(0, target, slots)
+            inputs.req_to_token.index_copy_(0, rows, slots)
 
     def _token_slots(self, rows: torch.Tensor, generations: torch.Tensor) -> torch.Tensor:
         """rounds.token_slots on the device, int32."""
@@ -192,12 +195,18 @@ class Feed:
         slots = slots[:, : geometry.token_columns].to(torch.int32)
         return torch.where(rows[:, None] == PAD_REQUEST, torch.zeros_like(slots), slots)
 
-    def _inputs(self, system: str, form: str) -> Inputs:
+    def _inputs(self, system: str, memory: InputMemory, form: str) -> Inputs:
         geometry = self.geometry
-        tensors = {spec.name: self._buffer(spec, form) for spec in self._specs}
+        tensors = {
+            spec.name: memory.tensor(spec.name, spec.shape(self.widest), _DTYPES[spec.dtype], form, spec.high - 1)
+            for spec in self._specs
+        }
         if system == "padded":
-            tensors["full_to_swa"] = self._full_to_swa()
-        inputs = Inputs(req_to_token=self._token_table(form), **tensors)
+            swa = self._full_to_swa()
+            tensors["full_to_swa"] = memory.tensor("full_to_swa", tuple(swa.shape), swa.dtype, "plain", 0).copy_(swa)
+        shape = (geometry.request_rows, geometry.token_columns)
+        table = memory.tensor("req_to_token", shape, torch.int32, form, geometry.slots - 1)
+        inputs = Inputs(req_to_token=table, **tensors)
         rows = torch.arange(geometry.request_rows, device=self._device)
         for part in rows.split(256):  # the intermediate is int64 and several times the table
             inputs.req_to_token[part[0] : part[-1] + 1] = self._token_slots(part, torch.zeros_like(part))
@@ -213,31 +222,8 @@ class Feed:
         slots = (swa[:, None] * page + torch.arange(page, device=self._device)).flatten()
         return torch.cat([slots, torch.full_like(slots[:1], -1)]).int()
 
-    def _buffer(self, spec: StaticInput, form: str) -> torch.Tensor:
-        """For the widest batch. Of a matrix the rows are whole, with a gap behind each where it is strided; what has
-        more dimensions is always plain."""
-        shape, dtype = spec.shape(self._widest), _DTYPES[spec.dtype]
-        if form == "strided" and len(shape) == 1:
-            return torch.zeros(shape[0] * _STRIDE, dtype=dtype, device=self._device)[::_STRIDE]
-        if form == "strided" and len(shape) == 2:
-            return torch.zeros((shape[0], shape[1] + _ROW_SLACK), dtype=dtype, device=self._device)[:, : shape[1]]
-        if form == "offset" and len(shape) <= 2:
-            return torch.zeros(math.prod(shape) + _OFFSET, dtype=dtype, device=self._device)[_OFFSET:].view(shape)
-        return torch.zeros(shape, dtype=dtype, device=self._device)
-
-    def _token_table(self, form: str) -> torch.Tensor:
-        rows, columns = self.geometry.request_rows + 1, self.geometry.token_columns
-        if form == "strided":
-            wide = torch.zeros((rows, columns + _ROW_SLACK), dtype=torch.int32, device=self._device)
-            return wide[:, :columns]
-        if form == "offset":
-            flat = torch.zeros(rows * columns + _OFFSET, dtype=torch.int32, device=self._device)
-            return flat[_OFFSET:].view(rows, columns)
-        return torch.zeros((rows, columns), dtype=torch.int32, device=self._device)
-
     def _view(self, inputs: Inputs, bucket: int) -> Inputs:
-        table = inputs.req_to_token[: self.geometry.request_rows]
-        return dataclasses.replace(inputs, req_to_token=table, **self._views(inputs, bucket))
+        return dataclasses.replace(inputs, **self._views(inputs, bucket))
 
     def _views(self, inputs: Inputs, bucket: int) -> dict[str, torch.Tensor]:
         """The rows of `bucket` of each input that has rows of the batch, in the order of their specifications."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from typing import Protocol
 
 import torch
 
-from dsa_verify.arena import GUARD_WORD, Arena
+from dsa_verify.arena import GUARD_WORD, Arena, Guard
 from dsa_verify.contract import DTYPE_BYTES, Dead, Field, Layout, Lifetime, Live, Row
 from dsa_verify.errors import HarnessError
 from dsa_verify.subject import Inputs
@@ -22,7 +23,7 @@ LOUD_WORD = -0x61616162  # int32 of 0x9E9E9E9E: negative, and neither a guard no
 
 class Kind(Enum):
     FIELD = "field"  # an output of the subject, against the oracle's
-    GUARD = "guard"  # between two buffers of the subject
+    GUARD = "guard"  # around a buffer or an input of the subject, or behind its rows
     BEYOND = "beyond"  # rows of a shared buffer that belong to wider buckets only
     INPUT = "input"  # an input of the subject, against the oracle's copy
     LAW = "law"  # what a schedule law found, against what it writes where it holds
@@ -130,17 +131,25 @@ def _field_region(field: Field, got: torch.Tensor, want: torch.Tensor, control: 
     )
 
 
-def guard_regions(arena: Arena, kind: Kind) -> list[Region]:
+class Guarded(Protocol):
+    """An Arena, or the inputs."""
+
+    @property
+    def guards(self) -> Sequence[Guard]: ...
+
+
+def guard_regions(guarded: Guarded, kind: Kind) -> list[Region]:
     return [
         Region(
             kind=kind,
             name=guard.after or guard.before or "",
             got=guard.words.view(1, -1) if guard.words.dim() == 1 else guard.words,
+            want=guard.want,
             constant=GUARD_WORD,
-            poisonable=True,
+            poisonable=guard.want is None,
             neighbours=(guard.after, guard.before),
         )
-        for guard in arena.guards
+        for guard in guarded.guards
     ]
 
 

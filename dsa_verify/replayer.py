@@ -119,6 +119,7 @@ class Lane:
     prepare: Callable[[], None]
     judge: Callable[[Phase], None]
     judge_private: Callable[[], None]
+    judge_constants: Callable[[], None] | None
     judge_ready: Callable[[], None] | None
     judge_filled: Callable[[], None] | None
     judge_laws: Callable[[], None] | None
@@ -211,7 +212,9 @@ class Replayer:
             self.compilations_after_warmup += self._compilations() - before
 
     def finish(self) -> None:
-        """Judge once more what every bucket but the last still holds: its outputs must live through the run."""
+        """Judge once more what every bucket but the last still holds: its outputs must live through the run. Of the
+        last, judge what a round leaves for later."""
+        self._judge_constants()
         for lane in self.lanes.values():
             if lane is not self._last and lane.rounds:
                 lane.judge_private()
@@ -247,8 +250,10 @@ class Replayer:
 
     def _round(self, lane: Lane, raw: int, twice: bool) -> None:
         with _device_errors():
-            if lane.rounds and self._last is not lane:
-                lane.judge_private()
+            if self._last is not lane:
+                self._judge_constants()
+                if lane.rounds:
+                    lane.judge_private()
             lane.prepare()
             if lane.judge_filled is not None:
                 lane.judge_filled()
@@ -264,6 +269,13 @@ class Replayer:
         lane.rounds += 1
         self.rounds_run += 1
         self._last = lane
+        if self._record:
+            self._judge_constants()
+
+    def _judge_constants(self) -> None:
+        """What the rounds of the last bucket did to inputs that no round writes: too much to look at in each."""
+        if self._last is not None and self._last.judge_constants is not None:
+            self._last.judge_constants()
 
     def _law_is_due(self, lane: Lane) -> bool:
         return self._record or lane.rounds < LAW_ROUNDS or lane.rounds % LAW_EVERY == 0
@@ -377,19 +389,27 @@ class Replayer:
         righted = {words.waiver.field: words.copy for words in waived}
         copies |= righted
         fields = field_regions(layout, {**outputs, **copies}, oracle_buffers, control)
-        subject_regions = [*guard_regions(self.arena, Kind.GUARD), *beyond_regions(self.arena, bucket)]
-        all_inputs = input_regions(subject_inputs, oracle_inputs)
+        subject_regions = [
+            *guard_regions(self.arena, Kind.GUARD),
+            *guard_regions(feed, Kind.GUARD),
+            *beyond_regions(self.arena, bucket),
+        ]
+        own_inputs = input_regions(subject_inputs, oracle_inputs)
+        # Rows of wider buckets are as little this one's to write as its own.
+        all_inputs = input_regions(*feed.inputs(feed.widest))
         constants = [region for region in all_inputs if region.name in _CONSTANT_INPUTS]
         changing = [region for region in all_inputs if region.name not in _CONSTANT_INPUTS]
+        filling = [region for region in own_inputs if region.name not in _CONSTANT_INPUTS]
         laws = LawWatch(layout, {**outputs, **righted}, oracle_buffers)
         ready_names = getattr(subject, "ready_before_graph", ())
-        judge, private, ready, filled, lawful = (
+        judge, private, constant, ready, filled, lawful = (
             Judge(regions, self.device, feed.round_index)
             for regions in (
                 [*fields, *subject_regions, *changing, *guard_regions(self.oracle_arena, Kind.ORACLE_GUARD)],
-                [*private_fields(layout, fields), *constants],
+                private_fields(layout, fields),
+                constants,
                 [region for region in fields if region.name in ready_names],
-                changing if self._record else [],
+                filling if self._record else [],
                 laws.regions(),
             )
         )
@@ -429,13 +449,14 @@ class Replayer:
             prepare=self._harness_graph(prepare),
             judge=self._judge_graphs(functools.partial(look, judge)),
             judge_private=self._harness_graph(lambda: look(private, Phase.BEFORE)),
+            judge_constants=if_any(constant, lambda: constant.launch(Phase.REPLAY)),
             judge_ready=if_any(ready, lambda: look(ready, Phase.BEFORE_GRAPH)),
             judge_filled=if_any(filled, lambda: filled.launch(Phase.FILLED)),
             judge_laws=if_any(lawful, look_at_laws),
             laws=laws,
             waived=tuple(waived),
             routed=subject if isinstance(subject, Routed) else None,
-            judges=(judge, private, ready, filled, lawful),
+            judges=(judge, private, constant, ready, filled, lawful),
             ledger={},
             at_capture=at_capture,
         )

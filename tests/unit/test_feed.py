@@ -9,7 +9,9 @@ from support import DEVICE, small
 
 from dsa_verify.feed import Feed
 from dsa_verify.geometry import INDEX_DTYPES, INPUT_VIEWS, Geometry
+from dsa_verify.judge import expected_words, live_words
 from dsa_verify.matrix import REMAPS_PER_ROUND, Config
+from dsa_verify.regions import Kind, guard_regions
 from dsa_verify.rounds import PAD_REQUEST, RoundTable, seq_len_fill, tabulate, token_slots
 from dsa_verify.scenario import POISONS, Round
 from dsa_verify.subject import Inputs
@@ -136,20 +138,44 @@ def test_buckets_see_prefixes_of_the_same_buffers():
     assert tuple(narrow.seq_lens.shape) == (2,)
 
 
-def test_a_strided_view_leaves_its_gaps_alone():
+@pytest.mark.parametrize("form", INPUT_VIEWS)
+def test_steps_leave_what_lies_around_the_inputs_alone(form: str):
+    geometry = small(input_view=form)
+    feed = make_feed("decode", geometry)
+    feed.upload(table_of("decode", geometry, Round(bucket=3, seq_lens=(5, 6, 7), requests=(1, 2, 3), remap=(2,))))
+    feed.step(3)
+    regions = guard_regions(feed, Kind.GUARD)
+    assert {region.name for region in regions} == set(feed.inputs(3)[0].tensors())
+    assert len(regions) == 3 * (3 if form == "strided" else 2)
+    for region in regions:
+        want, checked = expected_words(region, live_words(region))
+        assert checked.all()
+        assert torch.equal(region.got, want)
+
+
+def test_a_gap_holds_a_legal_value_whatever_was_written_there():
+    """What takes elements for adjacent reads it."""
     geometry = small(input_view="strided")
     feed = make_feed("decode", geometry)
     subject, _ = feed.inputs(WIDEST)
-    feed.upload(table_of("decode", geometry, Round(bucket=3, seq_lens=(5, 6, 7), requests=(1, 2, 3), remap=(2,))))
-    feed.step(3)
-    for tensor in (subject.seq_lens, subject.req_pool_indices):
-        memory = tensor.as_strided((2 * WIDEST,), (1,))
-        assert (memory[1::2] == 0).all()
     slack = subject.req_to_token.stride(0) - geometry.token_columns
-    gaps = subject.req_to_token.as_strided(
-        (geometry.request_rows, slack), (subject.req_to_token.stride(0), 1), geometry.token_columns
-    )
-    assert (gaps == 0).all()
+    gaps = {
+        geometry.context: subject.seq_lens.as_strided((WIDEST,), (2,), subject.seq_lens.storage_offset() + 1),
+        geometry.request_rows - 1: subject.req_pool_indices.as_strided(
+            (WIDEST,), (2,), subject.req_pool_indices.storage_offset() + 1
+        ),
+        geometry.slots - 1: subject.req_to_token.as_strided(
+            (geometry.request_rows, slack),
+            (subject.req_to_token.stride(0), 1),
+            subject.req_to_token.storage_offset() + geometry.token_columns,
+        ),
+    }
+    for gap in gaps.values():
+        gap.fill_(-7)
+    feed.upload(table_of("decode", geometry, Round(bucket=3, seq_lens=(5, 6, 7), requests=(1, 2, 3))))
+    feed.step(3)
+    for legal, gap in gaps.items():
+        assert (gap == legal).all()
 
 
 def test_a_request_that_moves_again_gets_other_pages():

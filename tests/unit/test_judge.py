@@ -33,6 +33,7 @@ class Shape:
     requests: int
     mapped: bool
     per_request: bool
+    one_want: bool  # all rows must be alike
     column_step: int
     column_start: int
     live_rows: bool
@@ -52,6 +53,7 @@ shapes = st.builds(
     requests=st.integers(1, 9),
     mapped=st.booleans(),
     per_request=st.booleans(),
+    one_want=st.booleans(),
     column_step=st.sampled_from([0, 1, 4]),
     column_start=st.sampled_from([0, 0, 3]),
     live_rows=st.booleans(),
@@ -77,11 +79,13 @@ def make_region(shape: Shape) -> Region:
     else:
         requests = shape.requests if shape.mapped else shape.rows
         per_request = shape.mapped and shape.per_request
+        want_rows = requests if per_request else shape.rows
+        want = on_device(rng.integers(-(2**31), 2**31, (1 if shape.one_want else want_rows, words)))
         region = Region(
             kind=Kind.FIELD,
             name="field",
             got=got,
-            want=on_device(rng.integers(-(2**31), 2**31, (requests if per_request else shape.rows, words))),
+            want=want.expand(want_rows, -1),
             row_request=on_device(rng.integers(0, requests, shape.rows)) if shape.mapped else None,
             want_per_request=per_request,
             live_bound=on_device(rng.integers(0, shape.columns * max(shape.column_step, 1) + 3, requests))
@@ -177,6 +181,7 @@ FIXED = Shape(
     requests=5,
     mapped=True,
     per_request=True,
+    one_want=False,
     column_step=4,
     column_start=0,
     live_rows=True,

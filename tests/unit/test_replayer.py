@@ -10,15 +10,18 @@ import torch
 from support import DEVICE, EagerDecode, backend, decode_round, job_of, open_replayer, small
 
 from dsa_verify import compilations
+from dsa_verify.confirm import confirm
 from dsa_verify.contract import Dead
 from dsa_verify.errors import HarnessError, ReplayError
 from dsa_verify.geometry import Geometry
 from dsa_verify.judge import Difference, Phase, Tally
+from dsa_verify.pipelines.padded import Padded
 from dsa_verify.regions import LOUD_WORD, Kind
 from dsa_verify.replayer import Replayer, SubjectFault
 from dsa_verify.scenario import Round
 from dsa_verify.subject import Buffers, Inputs
 from dsa_verify.systems import SYSTEMS
+from dsa_verify.verify import Counts, verify_rounds
 
 ROUNDS = [
     decode_round(4, 5, 17, 37, 1),
@@ -520,6 +523,83 @@ def test_allocations_kept_by_before_replay_are_refused_after_the_first_round():
     with pytest.raises(SubjectFault, match=r"keeps 1 new allocation\(s\), the first 400 bytes made by") as caught:
         run(type("Greedy", (KeepsInReplay,), {"limit": 2}), ROUNDS[:1] * 6, buckets=(4,))
     assert (caught.value.kind, caught.value.round) == ("allocates in replay", 1)
+
+
+# Inputs --------------------------------------------------------------------------------------------------------------
+
+
+class WritesAt(EagerDecode):
+    """Writes one element of -7, `at` elements beyond the start of the input `name`; `only`: at this bucket only."""
+
+    name, at, only = "seq_lens", 0, 0
+
+    def in_graph(self) -> None:
+        super().in_graph()
+        if self.only in (0, len(self.inputs.seq_lens)):
+            memory = self.inputs.tensors()[self.name]
+            memory.as_strided((1,), (1,), memory.storage_offset() + self.at).fill_(-7)
+
+
+STRIDED = small(input_view="strided")
+WIDTH, ROWS, PITCH = STRIDED.token_columns, STRIDED.request_rows, STRIDED.token_columns + 64
+
+
+@pytest.mark.parametrize(
+    "name, at, geometry, text",
+    [
+        (
+            "seq_lens",
+            3,
+            STRIDED,
+            "wrote 8 bytes into the gap behind the rows of seq_lens, the first 0 bytes beyond",
+        ),
+        ("seq_lens", -1, STRIDED, "wrote 8 bytes before field seq_lens, the first 8 bytes ahead of its start"),
+        ("seq_lens", 8, STRIDED, "wrote 8 bytes past field seq_lens, the first 0 bytes beyond its end"),
+        (
+            "req_to_token",
+            PITCH + WIDTH + 5,
+            STRIDED,
+            "wrote 4 bytes into the gap behind the rows of req_to_token, the",
+        ),
+        ("req_to_token", ROWS * PITCH, STRIDED, "wrote 4 bytes past field req_to_token, the first 0 bytes beyond its"),
+        ("req_to_token", ROWS * WIDTH, small(), "wrote 4 bytes past field req_to_token, the first 0 bytes beyond its"),
+        ("req_pool_indices", 4, small(), "wrote 8 bytes past field req_pool_indices, the first 0 bytes beyond its end"),
+        (
+            "req_pool_indices",
+            -1,
+            small(input_view="offset"),
+            "wrote 8 bytes before field req_pool_indices, the first",
+        ),
+        ("seq_lens", 2, small(index_dtype="int32"), "input overwritten: seq_lens[2] is -7 after the replay, it was "),
+    ],
+)
+def test_what_is_written_around_an_input_is_found(name: str, at: int, geometry: Geometry, text: str):
+    """In the last case bucket 2 writes a row that belongs to bucket 4 only."""
+    only = 2 if "overwritten" in text else 4
+    subject = type("Writes", (WritesAt,), {"name": name, "at": at, "only": only})
+    findings = confirm(job_of(subject, geometry=geometry), ROUNDS)
+    (sentence,) = [finding.sentence for finding in findings]
+    assert text in sentence
+    assert {finding.bucket for finding in findings} == {only}
+
+
+class WritesConstant(Padded):
+    """Bucket 4 writes an entry of nobody's into a constant, where the first length is 5."""
+
+    def in_graph(self) -> None:
+        super().in_graph()
+        if len(self._inputs.seq_lens) == 4:
+            entry = self._full_to_swa[3:4]
+            entry.copy_(torch.where(self._inputs.seq_lens[:1] == 5, -7, entry))
+
+
+@pytest.mark.parametrize("buckets", [(4,), (4, 2), (4, 4)])
+def test_a_constant_that_is_written_is_found_whatever_bucket_comes_last(buckets: tuple[int, ...]):
+    job = job_of(WritesConstant, system="padded", geometry=Geometry.resolve("tiny_v4"), buckets=(4, 2))
+    rounds = [decode_round(bucket, 5 + i, 6) for i, bucket in enumerate(buckets)]
+    (finding,) = verify_rounds(job, [job.table(rounds)], Counts(), folder=None)
+    assert (finding.bucket, finding.round) == (4, 0)
+    assert finding.sentence.startswith("input overwritten: full_to_swa[3] is -7 after the replay, it was ")
 
 
 # Oracles that fail ---------------------------------------------------------------------------------------------------
