@@ -68,6 +68,24 @@ class Identity:
         return ""
 
 
+def no_view(field: Field, tensor: torch.Tensor, owner: torch.Tensor | None) -> str:
+    """What tells `tensor`, of the shape of `field`, from a view of `owner` in that shape; empty if nothing does, or if
+    `owner` has other elements."""
+    if owner is None or owner.numel() != tensor.numel():
+        return ""
+    if tensor.data_ptr() != owner.data_ptr():
+        return f"must share its memory with {field.alias}"
+    try:
+        view = owner.view(field.shape)
+    except RuntimeError:
+        return f"must be a view of {field.alias}, whose strides {list(owner.stride())} allow none of this shape"
+    # Nobody steps along a dimension of one element.
+    steps = [i for i, size in enumerate(field.shape) if size > 1]
+    if all(tensor.stride(i) == view.stride(i) for i in steps):
+        return ""
+    return f"has strides {list(tensor.stride())}, as a view of {field.alias} it must have {list(view.stride())}"
+
+
 class Arena:
     """Memory for `layouts` (one a bucket) on `device`, every byte of it set to `fill` (an int32 word)."""
 

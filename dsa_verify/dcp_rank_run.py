@@ -128,6 +128,7 @@ class RankRun:
                 for (name, tensor), first in zip(self._merged.items(), self._first_merged.values(), strict=True)
             ),
             *guard_regions(self._arena, Kind.GUARD),
+            *guard_regions(self._feed, Kind.GUARD),
             *input_regions(inputs, self._oracle_inputs),
         ]
 

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Final
@@ -18,10 +19,10 @@ from typing import Final
 import torch
 
 from dsa_verify.allocations import Allocations
-from dsa_verify.arena import TORCH_DTYPES, Arena, Identity
+from dsa_verify.arena import TORCH_DTYPES, Arena, Identity, no_view
 from dsa_verify.canonical import CanonicalClose, CanonicalItems, canonical
 from dsa_verify.compilations import count_compilations
-from dsa_verify.contract import Compare, Field, Layout, Row
+from dsa_verify.contract import Compare, Layout, Row
 from dsa_verify.errors import (
     CaptureError,
     DeviceLost,
@@ -310,7 +311,7 @@ class Replayer:
                 lane.judge_ready()
             stage = "replay"
             work()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._raise_fault(error, stage, lane.bucket)
 
     def _routed(self, lane: Lane, raw: int) -> Callable[[], None]:
@@ -401,7 +402,7 @@ class Replayer:
         changing = [region for region in all_inputs if region.name not in _CONSTANT_INPUTS]
         filling = [region for region in own_inputs if region.name not in _CONSTANT_INPUTS]
         laws = LawWatch(layout, {**outputs, **righted}, oracle_buffers)
-        ready_names = getattr(subject, "ready_before_graph", ())
+        ready_names = self._ready_names(subject, bucket)
         judge, private, constant, ready, filled, lawful = (
             Judge(regions, self.device, feed.round_index)
             for regions in (
@@ -495,7 +496,7 @@ class Replayer:
             graph = self.backend.capture(subject.in_graph, pool=self._pools[1])
             self._check_outputs(subject, buffers, layout)
             return subject, graph
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._raise_fault(error, stage, layout.bucket)
             raise AssertionError from error  # _raise_fault always raises
 
@@ -521,16 +522,26 @@ class Replayer:
                     f"{field.name} has strides {list(tensor.stride())}; consumers read a schedule as contiguous, with "
                     f"strides [{field.columns}, 1] (contract 3.5)"
                 )
-            elif field.alias is not None and (text := _no_view(field, tensor, outputs.get(field.alias))):
+            elif field.alias is not None and (text := no_view(field, tensor, outputs.get(field.alias))):
                 wrong.append(f"{field.name} {text} (contract {field.section})")
         if wrong:
             raise SubjectFault("allocate", layout.bucket, "; ".join(wrong), kind="wrong outputs")
+
+    def _ready_names(self, subject: Subject, bucket: int) -> tuple[str, ...]:
+        """The fields that `subject` says are ready before the graph replays."""
+        names = getattr(subject, "ready_before_graph", ())
+        fields = [field.name for field in self.system.layout(self.geometry, bucket)]
+        unknown = [names] if isinstance(names, str) else [name for name in names if name not in fields]
+        if unknown:
+            message = f"ready_before_graph: {unknown[0]!r} is no field; it is a tuple of names of {', '.join(fields)}"
+            raise SubjectFault("allocate", bucket, message, kind="wrong outputs")
+        return tuple(names)
 
     def _identities(self, lane: Lane) -> dict[str, Identity]:
         outputs = current_outputs(lane.subject, lane.buffers)
         return {field.name: Identity.of(outputs[field.name]) for field in lane.layout if field.name in outputs}
 
-    def _raise_fault(self, error: Exception, stage: str, bucket: int) -> None:
+    def _raise_fault(self, error: Exception | SystemExit, stage: str, bucket: int) -> None:
         if isinstance(error, (SubjectFault, DeviceLost, UsageError, NothingVerified)):
             raise error
         _raise_if_lost(error)
@@ -538,7 +549,7 @@ class Replayer:
             doing = f" while doing {error.operation}" if error.operation else ""
             kind = "raises in capture" if error.operation is None else "synchronises in capture"
             raise SubjectFault(stage, bucket, f"in_graph cannot be captured{doing}: {error}", kind=kind) from error
-        message = f"{stage} raised {type(error).__name__}: {error}"
+        message = f"{stage} raised {type(error).__name__}: {error}{_place_of(error)}"
         raise SubjectFault(stage, bucket, message, kind=f"raises in {stage}", round_=self.rounds_run) from error
 
     # The harness's own launches ----------------------------------------------------------------------------------
@@ -571,19 +582,11 @@ def without_pools(layout: Layout, leave_out: Collection[str]) -> Layout:
     return layout.without([field.name for field in layout if field.row is Row.SLOT and field.name in leave_out])
 
 
-def _no_view(field: Field, tensor: torch.Tensor, owner: torch.Tensor | None) -> str:
-    """What tells `tensor`, of the shape of `field`, from a view of `owner` in that shape; empty if nothing does, or if
-    `owner` is itself none of which there is such a view."""
-    if owner is None or owner.numel() != tensor.numel():
-        return ""
-    if tensor.data_ptr() != owner.data_ptr():
-        return f"must share its memory with {field.alias}"
-    view = owner.view(field.shape)
-    # Nobody steps along a dimension of one element.
-    steps = [i for i, size in enumerate(field.shape) if size > 1]
-    if all(tensor.stride(i) == view.stride(i) for i in steps):
-        return ""
-    return f"has strides {list(tensor.stride())}, as a view of {field.alias} it must have {list(view.stride())}"
+def _place_of(error: BaseException) -> str:
+    """Where in code that is nobody's library, and not this harness, the error was raised; empty if nowhere."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [each for each in frames if "site-packages" not in each.filename and each.filename != __file__]
+    return f" ({own[-1].name}, {own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 @contextlib.contextmanager

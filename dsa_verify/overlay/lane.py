@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from dsa_verify.arena import Arena
+from dsa_verify.arena import Arena, no_view
 from dsa_verify.canonical import CanonicalItems
 from dsa_verify.contract import DTYPE_BYTES, Compare, Layout
 from dsa_verify.errors import UsageError
@@ -343,10 +343,10 @@ def _judged(layout: Layout, names: tuple[str, ...] | None) -> Layout:
 
 
 def _separate(judged: Layout, outputs: Mapping[str, torch.Tensor]) -> Layout:
-    """A field that the server keeps apart from what the contract has it alias is compared as itself."""
+    """A field that is no view of what the contract has it alias is compared as itself: a server may keep them apart."""
     fields = tuple(
         dataclasses.replace(field, alias=None)
-        if field.alias is not None and outputs[field.alias].data_ptr() != outputs[field.name].data_ptr()
+        if field.alias is not None and no_view(field, outputs[field.name], outputs[field.alias])
         else field
         for field in judged
     )

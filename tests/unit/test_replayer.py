@@ -473,8 +473,50 @@ def test_a_subject_that_raises_says_where(stage: str):
     with pytest.raises(SubjectFault) as caught:
         run(subject, ROUNDS[:1] * 4, buckets=(4,))
     assert (caught.value.stage, caught.value.kind) == (stage, f"raises in {stage}")
-    assert str(caught.value) == f"{stage} raised ValueError: broken"
+    where = "factory_that_raises" if stage == "construct" else "fail"
+    assert str(caught.value).startswith(f"{stage} raised ValueError: broken ({where}, {__file__}:")
     assert caught.value.round == (1 if stage == "before_replay" else 0)
+
+
+@pytest.mark.parametrize("stage, method", [("allocate", "allocate"), ("warm-up", "in_graph"), ("replay", "in_graph")])
+def test_a_subject_that_exits_is_its_own_failure(stage: str, method: str) -> None:
+    """And no verdict: sys.exit(0) would be one that all is equal."""
+
+    class Exits(EagerDecode):
+        calls = 0
+
+        def allocate(self, *given: object) -> None:
+            super().allocate(*given)
+            if stage == "allocate":
+                raise SystemExit(0)
+
+        def in_graph(self) -> None:
+            super().in_graph()
+            if stage == "warm-up":
+                raise SystemExit(0)
+
+        def before_replay(self) -> None:
+            self.calls += 1
+            if stage == "replay" and self.calls > 2:
+                raise SystemExit(0)
+
+    with pytest.raises(
+        SubjectFault, match=rf"raised SystemExit: 0 \({method if stage != 'replay' else 'before_replay'}, "
+    ):
+        run(Exits, ROUNDS)
+
+
+@pytest.mark.parametrize("names, word", [("cache_seqlens_int32", "cache_seqlens_int32"), (("nope",), "nope")])
+def test_what_is_ready_before_the_graph_is_named_by_fields(names: object, word: str) -> None:
+    """A name that is none would leave its check out without a word."""
+
+    class Ready(EagerDecode):
+        ready_before_graph = names
+
+    with pytest.raises(
+        SubjectFault, match=f"ready_before_graph: '{word}' is no field; it is a tuple of names of cache_"
+    ):
+        run(Ready, ROUNDS)
 
 
 def test_a_subject_that_raises_under_capture_only():
