@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from dsa_verify import diagnose_dcp
-from dsa_verify.diagnose import Evidence, Moment, broken_law, diagnose_field, explain_guard
+from dsa_verify.diagnose import Evidence, Moment, broken_law, diagnose_field, explain_guard, if_replayed_again
 from dsa_verify.errors import HarnessError
 from dsa_verify.findings import Diagnosis, Finding
 from dsa_verify.glue_routing import Route
@@ -46,6 +46,7 @@ def confirm(job: Job, rounds: Sequence[Round], *, waived: set[Covered] | None = 
     table = job.table(rounds, slots)
     history: deque[Moment] = deque(maxlen=HISTORY_ROUNDS)
     found: list[Finding] = []
+    doubts: list[_Doubt] = []
     try:
         replayer = job.open(len(rounds), slots, record=True)
         capture = {bucket: _capture_moment(job, lane) for bucket, lane in replayer.lanes.items()}
@@ -53,22 +54,56 @@ def confirm(job: Job, rounds: Sequence[Round], *, waived: set[Covered] | None = 
         def look(lane: Lane, row: int) -> bool:
             moment = _moment(lane, table, row)
             evidence = Evidence(layout=lane.layout, now=moment, earlier=list(history), capture=capture[lane.bucket])
-            found.extend(_findings(job, replayer, lane, evidence))
+            found.extend(_findings(job, replayer, lane, evidence, doubts))
             found.extend(_beyond_waivers(job, lane, evidence, {finding.field for finding in found}, waived))
             history.append(moment)
             return bool(found)
 
         replayer.run(table, after_round=look)
+        if doubts:
+            _replay_again(job, replayer, rounds[history[-1].round], slots, doubts)
+            found = [_without_doubt(finding, doubts) for finding in found]
         if not found:
             replayer.finish()
             last = replayer.lanes[rounds[-1].bucket] if rounds else None
             if last is not None:
                 *earlier, now = history
                 evidence = Evidence(layout=last.layout, now=now, earlier=earlier, capture=capture[last.bucket])
-                found.extend(_findings(job, replayer, last, evidence))
+                found.extend(_findings(job, replayer, last, evidence, doubts))
     except SubjectFault as fault:
         return [fault_finding(job, fault)]
     return found
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Doubt:
+    """A `sentence` that one more replay may better: `told` says how, by what the element holds then, which is `got`."""
+
+    difference: Difference
+    sentence: str
+    told: Mapping[int, tuple[Diagnosis, str]]
+    got: int | None = None
+
+
+def _replay_again(job: Job, replayer: Replayer, round_: Round, slots: int, doubts: Sequence[_Doubt]) -> None:
+    """Replay the inputs of `round_`, the last one, once more, and look at what is in doubt."""
+    again = dataclasses.replace(round_, remap=(), twice=False, poison="loud")
+    try:
+        replayer.run(job.table([again], slots))
+    except SubjectFault:
+        return  # what was found before it stands
+    for doubt in doubts:
+        seen = doubt.difference
+        doubt.got = int(seen.region.got[seen.row, seen.word])
+
+
+def _without_doubt(finding: Finding, doubts: Sequence[_Doubt]) -> Finding:
+    for doubt in doubts:
+        if doubt.got is not None and doubt.sentence in finding.sentence and doubt.got in doubt.told:
+            diagnosis, sentence = doubt.told[doubt.got]
+            told = finding.sentence.replace(doubt.sentence, sentence)
+            return dataclasses.replace(finding, diagnosis=diagnosis, sentence=told)
+    return finding
 
 
 def fault_finding(job: Job, fault: SubjectFault) -> Finding:
@@ -114,8 +149,8 @@ def flaky_waived(job: Job, waiver: Waiver, round_: int, bucket: int, attempts: i
     return dataclasses.replace(base, diagnosis=Diagnosis.FLAKY, sentence=sentence, field=waiver.field)
 
 
-def _findings(job: Job, replayer: Replayer, lane: Lane, evidence: Evidence) -> list[Finding]:
-    """What is wrong after this round, in reporting order."""
+def _findings(job: Job, replayer: Replayer, lane: Lane, evidence: Evidence, doubts: list[_Doubt]) -> list[Finding]:
+    """What is wrong after this round, in reporting order; adds to `doubts`."""
     tallies = replayer.poll()
     by_region: dict[tuple[Phase, int], list[tuple[int, Difference]]] = defaultdict(list)
     counts: dict[int, int] = {}
@@ -167,7 +202,7 @@ def _findings(job: Job, replayer: Replayer, lane: Lane, evidence: Evidence) -> l
         if first.region.kind is Kind.FIELD and first.phase in (Phase.REPLAY, Phase.SECOND_REPLAY):
             differences = first_differences(first)
         base = dataclasses.replace(_base(job, bucket, first.round), differing=counts.get(id(first.region), 0))
-        findings.append(_judged(base, evidence, differences, lane))
+        findings.append(_judged(base, evidence, differences, lane, doubts))
     return findings
 
 
@@ -189,7 +224,13 @@ def first_differences(seen: Difference) -> list[Difference]:
     return found or [seen]
 
 
-def _judged(base: Finding, evidence: Evidence, differences: Sequence[Difference], lane: Lane) -> Finding:
+def _judged(
+    base: Finding,
+    evidence: Evidence,
+    differences: Sequence[Difference],
+    lane: Lane,
+    doubts: list[_Doubt] | None = None,
+) -> Finding:
     first = differences[0]
     region: Region = first.region
     place, law = None, None
@@ -227,6 +268,9 @@ def _judged(base: Finding, evidence: Evidence, differences: Sequence[Difference]
         )
     else:
         diagnosis, sentence, place = diagnose_field(evidence, differences)
+        told = if_replayed_again(evidence, first, sentence)
+        if told and doubts is not None:
+            doubts.append(_Doubt(difference=first, sentence=sentence, told=told))
         if first.phase is Phase.BEFORE_GRAPH:
             sentence = f"before the graph replays: {sentence}"
         if said := _own_words(lane, first):

@@ -30,6 +30,8 @@ from dsa_verify.rounds import owner_of_slot
 Explanation = tuple[Diagnosis, str]
 _ITEM_COLUMNS: Final = (("threshold", "number of items"), ("row", "length"))
 _INT32_END: Final = 1 << 31
+_LOOKED_AT: Final = 256  # words of a row and of a column that are held against another round's
+_FIRST_REPLAY: Final = ": frozen at capture, or one replay late (this is the first replay of this batch)"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +139,27 @@ def diagnose_field(evidence: Evidence, differences: Sequence[Difference]) -> tup
     return diagnosis, f"{diagnosis.value}: {place} is {got}, must be {want}: {why}", place
 
 
+def if_replayed_again(evidence: Evidence, first: Difference, sentence: str) -> dict[int, tuple[Diagnosis, str]]:
+    """What to say instead of `sentence`, by what the element holds once the same inputs, after a loud poison, have been
+    replayed again; empty unless the element is as at capture in the first replay of its bucket."""
+    field = evidence.layout[first.region.name]
+    at_capture = evidence.capture.value(field, first.row, first.column) == first.got
+    if first.phase is not Phase.REPLAY or not at_capture or _replayed_before(evidence):
+        return {}
+    place = describe_place(evidence, field, first.row, first.column)
+    got, want = shown(field, first.got), shown(field, first.want)
+    says = f": {place} is {got}, must be {want}: it is the value at capture, and"
+    late, unwritten = Diagnosis.STALE, Diagnosis.NEVER_WRITTEN
+    told = {
+        first.want: (late, f"{late.value}{says} right when the same inputs are replayed again: one replay late"),
+        LOUD_WORD: (unwritten, f"{unwritten.value}{says} the next replay leaves the poison there: no replay writes it"),
+    }
+    if _FIRST_REPLAY in sentence:
+        still = ", also when the same inputs are replayed again: it is frozen at capture"
+        told[first.got] = (Diagnosis.FROZEN, sentence.replace(_FIRST_REPLAY, still))
+    return told
+
+
 def shown(field: Field, word: int) -> str:
     """The value of a word of `field`, for people."""
     return f"{as_float(word):.9g}" if field.dtype == "float32" else str(word)
@@ -166,7 +189,7 @@ def describe_place(evidence: Evidence, field: Field, row: int, column: int) -> s
         elif batch_row is None:
             words.append("a row that no request owns in this round")
         else:
-            words.append(f"batch row {batch_row}, request {now.requests[batch_row]}, length {now.seq_lens[batch_row]}")
+            words.append(f"batch row {batch_row}, {_whose(now, batch_row)}")
             if field.row is Row.TOKEN:
                 words.append(f"draft position {row - now.row_request.index(batch_row)}")
             elif field.columns == geometry.draft_tokens > 1 and not field.column_step:
@@ -182,6 +205,12 @@ def describe_place(evidence: Evidence, field: Field, row: int, column: int) -> s
         words.append(f"page {token // geometry.allocator_page}")
         words.append(f"token {token}")
     return f"{words[0]} ({', '.join(words[1:])})"
+
+
+def _whose(now: Moment, batch_row: int) -> str:
+    if batch_row >= now.raw:
+        return "pad row"
+    return f"request {now.requests[batch_row]}, length {now.seq_lens[batch_row]}"
 
 
 def explain_guard(difference: Difference, count: int) -> tuple[Diagnosis, str]:
@@ -277,8 +306,9 @@ def _other_request_in_table(evidence: Evidence, e: Element) -> Explanation | Non
 
 
 def _earlier_round(evidence: Evidence, e: Element) -> Explanation | None:
+    by_accident = e.got in (0, evidence.capture.value(e.field, e.row, e.column))
     for moment in reversed(evidence.earlier):
-        if moment.value(e.field, e.row, e.column) == e.got:
+        if moment.value(e.field, e.row, e.column) == e.got and (not by_accident or _is_as_in(evidence, e, moment)):
             if evidence.now.poison == "stale":
                 return Diagnosis.STALE, f"stale since round {moment.round}, whose value it still holds"
             return (
@@ -289,9 +319,55 @@ def _earlier_round(evidence: Evidence, e: Element) -> Explanation | None:
 
 
 def _capture(evidence: Evidence, e: Element) -> Explanation | None:
-    if evidence.capture.value(e.field, e.row, e.column) == e.got:
-        return Diagnosis.FROZEN, "it is the value for the inputs at capture, so something was frozen at capture"
-    return None
+    if not _is_as_in(evidence, e, evidence.capture):
+        return None
+    why = ", so something was frozen at capture" if _replayed_before(evidence) else _FIRST_REPLAY
+    return Diagnosis.FROZEN, f"it is the value for the inputs at capture{why}"
+
+
+def _is_as_in(evidence: Evidence, e: Element, moment: Moment) -> bool:
+    """Whether the element is what was right in `moment`, and so are most words of its row and column of which that is
+    neither right now nor 0: a mask, a memset or a row taken for a pad row leaves the same in one word by accident."""
+    if moment.value(e.field, e.row, e.column) != e.got:
+        return False
+    size = e.region.words_per_element
+    rows = range(max(0, e.row - _LOOKED_AT // 2), min(e.field.rows, e.row + _LOOKED_AT // 2))
+    columns = range(max(0, e.column - _LOOKED_AT // 2), min(e.field.columns, e.column + _LOOKED_AT // 2))
+    of_column = e.region.got[rows.start : rows.stop, e.column * size].tolist()
+    of_row = e.region.got[e.row, columns.start * size : columns.stop * size : size].tolist()
+    words = {(row, e.column): got for row, got in zip(rows, of_column, strict=True)}
+    words |= {(e.row, column): got for column, got in zip(columns, of_row, strict=True)}
+    same = []
+    for (row, column), got in words.items():
+        then, now = (each.value(e.field, row, column) for each in (moment, evidence.now))
+        if then and now is not None and then != now:
+            same.append(got == then)
+    return 2 * sum(same) > len(same)
+
+
+def _replayed_before(evidence: Evidence) -> bool:
+    """Whether this bucket's replay before is known, so that it is not the capture that came before this one."""
+    return any(moment.bucket == evidence.now.bucket for moment in evidence.earlier)
+
+
+def _last_page_empty(evidence: Evidence, e: Element) -> Explanation | None:
+    """A row of a table that ends where its last full page does."""
+    batch_row, page = evidence.now.batch_row(e.field, e.row), e.field.column_step
+    if not _is_table(e.field) or batch_row is None or page == 1 or e.got != 0:
+        return None
+    start, end = e.column * page, evidence.now.live_tokens[batch_row]
+    if not start < end < start + page:
+        return None
+    # Where full pages are 0, too, it is not the last one's being partly filled.
+    rows = range(min(e.field.rows, _LOOKED_AT))
+    full = [(row, b) for row in rows if (b := evidence.now.batch_row(e.field, row)) is not None]
+    full = [(row, b) for row, b in full if evidence.now.live_tokens[b] >= page]
+    first_pages = e.region.got[: len(rows), 0].tolist()
+    right = [first_pages[row] == evidence.now.value(e.field, row, 0) for row, _ in full]
+    if not all(right):
+        return None
+    why = f"0 in place of the last page, which tokens {start} to {end - 1} fill in part: as floor for ceiling leaves it"
+    return Diagnosis.BOUNDARY, why
 
 
 def _other_row(evidence: Evidence, e: Element) -> Explanation | None:
@@ -315,8 +391,11 @@ def _other_row(evidence: Evidence, e: Element) -> Explanation | None:
             if other not in now.row_request:
                 continue
             row = now.row_request.index(other) + position
-        if other != batch_row and now.value(e.field, row, e.column) == e.got:
-            return Diagnosis.REQUEST_MAP, f"that is the value of batch row {other}, request {now.requests[other]}"
+        is_pad = other >= now.raw
+        # A mask or a memset leaves the 0 of a pad row, too.
+        if other != batch_row and not (is_pad and e.got == 0) and now.value(e.field, row, e.column) == e.got:
+            whose = "a pad row" if is_pad else f"request {now.requests[other]}"
+            return Diagnosis.REQUEST_MAP, f"that is the value of batch row {other}, {whose}"
     return None
 
 
@@ -377,6 +456,13 @@ def _prefix_step(evidence: Evidence, e: Element) -> Explanation | None:
     )
 
 
+def _as_at_capture(evidence: Evidence, e: Element) -> Explanation | None:
+    if evidence.capture.value(e.field, e.row, e.column) != e.got:
+        return None
+    why = "which a mask or a memset leaves, too" if e.got == 0 else "where every row is a pad row"
+    return Diagnosis.WRONG_VALUE, f"no pattern recognised; it is the value at capture, {why}"
+
+
 def _is_table(field: Field) -> bool:
     """Whether the elements are slots or pages, which say whose they are."""
     return field.column_step > 0 and field.column_start == 0 and field.live is Live.TOKENS
@@ -394,9 +480,11 @@ EXPLANATIONS: Final[tuple[Callable[[Evidence, Element], Explanation | None], ...
     _other_request_in_table,
     _earlier_round,
     _capture,
+    _last_page_empty,
     _inexact,
     _out_of_range,
     _other_row,
     _boundary,
     _prefix_step,
+    _as_at_capture,
 )

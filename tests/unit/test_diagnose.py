@@ -51,7 +51,7 @@ def moment(
     return Moment(
         round=round_,
         bucket=BUCKET,
-        raw=BUCKET,
+        raw=BUCKET - 1,
         seq_lens=seq_lens,
         requests=requests,
         row_request=tuple(np.repeat(np.arange(BUCKET), N).tolist()),
@@ -78,10 +78,25 @@ def region_of(name: str) -> Region:
 
 
 def difference(name: str, row: int, got: int, column: int = 0, now: Moment | None = None) -> Difference:
-    want = (now or moment()).value(layout_of()[name], row, column)
+    """One word of a field that is right but for it."""
+    field, now, region = layout_of()[name], now or moment(), region_of(name)
+    want = now.value(field, row, column)
     assert want is not None
     assert want != got
-    return Difference(region=region_of(name), round=7, phase=Phase.REPLAY, row=row, word=column, got=got, want=want)
+    for r in range(field.rows):
+        for c in range(field.columns):
+            region.got[r, c] = now.value(field, r, c) or 0
+    region.got[row, column] = got
+    return Difference(region=region, round=7, phase=Phase.REPLAY, row=row, word=column, got=got, want=want)
+
+
+def differences_of(name: str, got: list[int], now: Moment | None = None) -> list[Difference]:
+    """All words of a field of one column."""
+    want = [(now or moment()).value(layout_of()[name], row, 0) for row in range(len(got))]
+    wrong = [difference(name, row, got[row], now=now) for row in range(len(got)) if got[row] != want[row]]
+    for each in wrong:
+        each.region.got[:, 0] = torch.tensor(got)
+    return wrong
 
 
 def diagnose(*differences: Difference, now: Moment | None = None, earlier: tuple[Moment, ...] = ()) -> tuple:
@@ -175,10 +190,52 @@ def test_the_value_of_an_earlier_round_means_stale():
     assert kept[1].endswith("stale since round 3, whose value it still holds")
 
 
-def test_the_value_at_capture_means_frozen():
-    diagnosis, sentence, _ = diagnose(difference(EXPANDED, 5, 1 + 2))
+def test_the_values_at_capture_mean_frozen():
+    frozen = differences_of("cache_seqlens_int32", [1 + N] * BUCKET)
+    diagnosis, sentence, _ = diagnose(*frozen)
+    assert diagnosis is Diagnosis.FROZEN
+    assert sentence.endswith("capture: frozen at capture, or one replay late (this is the first replay of this batch)")
+    diagnosis, sentence, _ = diagnose(*frozen, earlier=(moment(6, (21, 9, 1)),))
     assert diagnosis is Diagnosis.FROZEN
     assert sentence.endswith("it is the value for the inputs at capture, so something was frozen at capture")
+
+
+def test_one_word_as_at_capture_is_not_frozen():
+    """A row taken for a pad row, and what a mask leaves, hold the same."""
+    diagnosis, sentence, _ = diagnose(difference("cache_seqlens_int32", 1, 1 + N))
+    assert (diagnosis, sentence.rpartition(": ")[2]) == (
+        Diagnosis.REQUEST_MAP,
+        "that is the value of batch row 2, a pad row",
+    )
+    diagnosis, sentence, _ = diagnose(difference("real_page_table", 4, 0))
+    assert diagnosis is Diagnosis.WRONG_VALUE
+    assert sentence.endswith("no pattern recognised; it is the value at capture, which a mask or a memset leaves, too")
+
+
+def test_a_zero_is_not_stale_by_accident():
+    """Batch row 1 was a pad row in the round before."""
+    earlier = (moment(6, (20, 1, 1), (5, 0, 0)),)
+    assert diagnose(difference("real_page_table", 4, 0), earlier=earlier)[0] is Diagnosis.WRONG_VALUE
+
+
+@pytest.mark.parametrize("row, column", [(4, 9), (0, 5)])
+def test_a_last_page_that_is_left_0_is_a_boundary(row: int, column: int):
+    now = moment(seq_lens=(18, 33, 1))
+    diagnosis, sentence, _ = diagnose(difference("real_page_table", row, 0, column, now), now=now)
+    end = now.live_tokens[row // N]
+    assert diagnosis is Diagnosis.BOUNDARY
+    tokens = f"tokens {column * 4} to {end - 1}"
+    assert sentence.endswith(
+        f"0 in place of the last page, which {tokens} fill in part: as floor for ceiling leaves it"
+    )
+    assert diagnose(difference("real_page_table", row, 0, column - 1, now), now=now)[0] is not Diagnosis.BOUNDARY
+
+
+def test_a_table_of_zeros_has_no_boundary():
+    now = moment(seq_lens=(18, 33, 1))
+    found = difference("real_page_table", 0, 0, 5, now)
+    found.region.got.zero_()
+    assert diagnose(found, now=now)[0] is Diagnosis.WRONG_VALUE
 
 
 @pytest.mark.parametrize("got, unsigned", [(-4, 4294967292), (99_999, None)])
@@ -284,13 +341,13 @@ def test_what_explains_most_elements_wins():
 @pytest.mark.parametrize(
     "name, row, column, place",
     [
-        ("cache_seqlens_int32", 2, 0, "cache_seqlens_int32[2] (batch row 2, request 0, length 1)"),
+        ("cache_seqlens_int32", 2, 0, "cache_seqlens_int32[2] (batch row 2, pad row)"),
         ("dsa_cu_seqlens_k", 6, 0, "dsa_cu_seqlens_k[6] (the sum over the first 6 token rows)"),
         (
             "page_table_1",
             9,
             3,
-            "page_table_1[9, 3] (batch row 2, request 0, length 1, draft position 1, page 0, token 3)",
+            "page_table_1[9, 3] (batch row 2, pad row, draft position 1, page 0, token 3)",
         ),
         (
             "real_page_table",

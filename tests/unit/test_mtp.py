@@ -165,7 +165,7 @@ def test_the_published_gap_is_caught_as_a_fault() -> None:
     names = [name for name in (FIRST, SECOND) if f"step0_{name}" in MTP.layout(geometry, 4)]
     assert FIRST in names
     assert {finding.field for finding in findings} == {f"step{step}_{name}" for step in range(3) for name in names}
-    assert {finding.diagnosis for finding in findings} <= {Diagnosis.STALE, Diagnosis.FROZEN}
+    assert {finding.diagnosis for finding in findings} <= {Diagnosis.STALE, Diagnosis.NEVER_WRITTEN}
 
 
 def test_the_published_gap_needs_three_destinations() -> None:

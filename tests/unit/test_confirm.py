@@ -1,0 +1,99 @@
+"""Confirm: what is said of subjects that are wrong in ways that look alike, from the subject to the sentence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import EagerDecode, decode_round, job_of
+
+from dsa_verify.confirm import confirm
+from dsa_verify.findings import Diagnosis, Finding
+from dsa_verify.geometry import Geometry
+from dsa_verify.scenario import Round
+from dsa_verify.subject import Buffers, Inputs
+
+LENGTHS = "cache_seqlens_int32"
+ROUNDS = [decode_round(4, 17, 5, 30), decode_round(4, 18, 6, 31)]
+
+
+class Late(EagerDecode):
+    """The lengths of the replay before."""
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        super().allocate(geometry, inputs, buffers)
+        self.before = inputs.seq_lens.int()
+
+    def in_graph(self) -> None:
+        super().in_graph()
+        self.out[LENGTHS].copy_(self.before)
+        self.before.copy_(self.inputs.seq_lens)
+
+
+class Frozen(Late):
+    def in_graph(self) -> None:
+        EagerDecode.in_graph(self)
+        self.out[LENGTHS].copy_(self.before)
+
+
+class WrittenAtWarmUp(Late):
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        super().allocate(geometry, inputs, buffers)
+        self.calls = 0
+
+    def in_graph(self) -> None:
+        kept = self.out[LENGTHS].clone()
+        EagerDecode.in_graph(self)
+        self.calls += 1
+        if self.calls > 2:
+            self.out[LENGTHS].copy_(kept)
+
+
+class FloorsPages(EagerDecode):
+    def in_graph(self) -> None:
+        super().in_graph()
+        size, pages = self.geometry.page_size, self.out["real_page_table"]
+        column = torch.arange(pages.shape[1], device=pages.device)
+        pages.masked_fill_(column >= (self.inputs.seq_lens // size)[:, None], 0)
+
+
+def first(subject: type | None, rounds: list[Round] = ROUNDS, **rest: object) -> Finding:
+    return confirm(job_of(subject, **rest), rounds)[0]  # type: ignore[arg-type]
+
+
+def test_one_replay_late_is_told_from_frozen_by_one_more_replay() -> None:
+    late, frozen = first(Late), first(Frozen)
+    assert late.diagnosis is Diagnosis.STALE
+    assert late.sentence == (
+        f"stale: {LENGTHS}[0] (batch row 0, request 1, length 17) is 1, must be 17: it is the value at capture, and "
+        "right when the same inputs are replayed again: one replay late"
+    )
+    assert frozen.diagnosis is Diagnosis.FROZEN
+    assert frozen.sentence.endswith(
+        "is 1, must be 17: it is the value for the inputs at capture, also when the same inputs are replayed again: it "
+        "is frozen at capture"
+    )
+    assert (frozen.got, frozen.want, frozen.round) == (1, 17, 0)
+
+
+def test_what_no_replay_writes_is_not_frozen() -> None:
+    finding = first(WrittenAtWarmUp, [decode_round(4, 17, 5, poison="stale")])
+    assert finding.diagnosis is Diagnosis.NEVER_WRITTEN
+    assert finding.sentence.endswith("the next replay leaves the poison there: no replay writes it")
+
+
+def test_requests_of_the_round_before_are_stale() -> None:
+    finding = first(EagerDecode, fault="stale_request_map")
+    assert finding.diagnosis is Diagnosis.STALE
+    assert finding.sentence.endswith("one replay late")
+
+
+@pytest.mark.parametrize("lengths", [(17, 5, 30), (3, 5, 30), (3, 2, 1)])
+def test_floor_for_ceiling_is_a_boundary(lengths: tuple[int, ...]) -> None:
+    finding = first(FloorsPages, [decode_round(4, *lengths)])
+    assert finding.field == "real_page_table"
+    assert finding.diagnosis is Diagnosis.BOUNDARY
+    assert finding.sentence.endswith("as floor for ceiling leaves it")
+
+
+def test_a_pad_row_is_called_one() -> None:
+    assert first(EagerDecode, fault="pad_rows_untouched").place == f"{LENGTHS}[3] (batch row 3, pad row)"
