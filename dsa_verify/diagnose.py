@@ -450,10 +450,26 @@ def _boundary(evidence: Evidence, e: Element) -> Explanation | None:
 def _prefix_step(evidence: Evidence, e: Element) -> Explanation | None:
     if e.field.row not in (Row.REQUEST_PREFIX, Row.TOKEN_PREFIX):
         return None
+    first = "; the 0 that a sum begins with is missing" if e.row == 0 else ""
+    for step, what in ((1, "after"), (-1, "before")):
+        if _sums_are_shifted(evidence, e, step):
+            return Diagnosis.WRONG_VALUE, f"each element is the one that belongs {what} it: shifted by one{first}"
+    if first:
+        return Diagnosis.WRONG_VALUE, f"the sum is off by {e.got - e.want:+d}{first}"
     return (
         Diagnosis.WRONG_VALUE,
         f"the sum is off by {e.got - e.want:+d}; it is the first wrong element, so the row before it is miscounted",
     )
+
+
+def _sums_are_shifted(evidence: Evidence, e: Element, step: int) -> bool:
+    """Whether `e` and most of the wrong elements after it are what belongs `step` elements on."""
+    value, found = evidence.now.value, []
+    for row, got in enumerate(e.region.got[e.row : e.row + _LOOKED_AT, 0].tolist(), e.row):
+        other = value(e.field, row + step, 0) if row + step >= 0 else None
+        if other is not None and got != value(e.field, row, 0):
+            found.append(got == other)
+    return len(found) > 1 and found[0] and 2 * sum(found) > len(found)
 
 
 def _as_at_capture(evidence: Evidence, e: Element) -> Explanation | None:

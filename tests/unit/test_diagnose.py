@@ -312,6 +312,25 @@ def test_a_wrong_sum_says_by_how_much():
     assert "the sum is off by -13" in sentence
 
 
+@pytest.mark.parametrize(
+    "got, ends",
+    [
+        (
+            [24, 61, 66, 66],
+            "each element is the one that belongs after it: shifted by one; the 0 that a sum begins with is missing",
+        ),
+        ([3, 24, 61, 66], "the sum is off by +3; the 0 that a sum begins with is missing"),
+        ([0, 24, 66, 66], "the sum is off by +5; it is the first wrong element, so the row before it is miscounted"),
+        ([0, 0, 24, 61], "each element is the one that belongs before it: shifted by one"),
+        ([0, 24, 60, 65], "the sum is off by -1; it is the first wrong element, so the row before it is miscounted"),
+    ],
+)
+def test_a_sum_that_is_shifted_says_so(got: list[int], ends: str):
+    diagnosis, sentence, _ = diagnose(*differences_of("cu_seqlens_k", got))
+    assert diagnosis is Diagnosis.WRONG_VALUE
+    assert sentence.endswith(": " + ends)
+
+
 def test_what_nothing_explains_is_a_wrong_value():
     diagnosis, sentence, _ = diagnose(difference(EXPANDED, 5, 55))
     assert diagnosis is Diagnosis.WRONG_VALUE
