@@ -32,6 +32,7 @@ _ITEM_COLUMNS: Final = (("threshold", "number of items"), ("row", "length"))
 _INT32_END: Final = 1 << 31
 _LOOKED_AT: Final = 256  # words of a row and of a column that are held against another round's
 _FIRST_REPLAY: Final = ": frozen at capture, or one replay late (this is the first replay of this batch)"
+_LN_2: Final = math.log(2.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -414,8 +415,12 @@ def _inexact(evidence: Evidence, e: Element) -> Explanation | None:
     got, want = as_float(e.got), as_float(e.want)
     if not (math.isfinite(got) and math.isfinite(want)):
         return Diagnosis.WRONG_VALUE, "special values must be exactly what the rule gives (contract 8.7)"
-    error = abs(got - want) / max(abs(want), e.field.floor)
-    return Diagnosis.WRONG_VALUE, f"it is off by {error:.2g} where {e.field.bound:.2g} is allowed"
+    scale, bound = max(abs(want), e.field.floor), e.field.bound
+    for factor, name in ((_LN_2, "ln 2"), (1 / _LN_2, "1 / ln 2")):
+        if abs(want) > 100 * bound * scale and abs(got - want * factor) <= bound * scale:
+            return Diagnosis.WRONG_VALUE, f"it is the right value times {name}: natural and base-2 logarithm mixed up"
+    relative = f", {bound:.2g} of the right value" if scale > e.field.floor else ""
+    return Diagnosis.WRONG_VALUE, f"it is off by {abs(got - want):.2g} where {bound * scale:.2g} is allowed{relative}"
 
 
 def _boundary(evidence: Evidence, e: Element) -> Explanation | None:

@@ -52,6 +52,14 @@ def stored_elsewhere(evidence: Evidence, e: Element) -> Explanation | None:
     return Diagnosis.NEVER_WRITTEN, f"{text} (contract 8.2; {size} ranks)"
 
 
+def reserved_slot(evidence: Evidence, e: Element) -> Explanation | None:
+    """Row 0 of rank 0's pool, whatever it holds."""
+    place = _rank_of(e)
+    if e.field.row is not Row.SLOT or place is None or e.row or _virtual(evidence, 0, place[0]):
+        return None
+    return Diagnosis.WRONG_VALUE, "that is slot 0, the reserved one, which nothing may write (contract 8.2)"
+
+
 def _slot_zero(evidence: Evidence, e: Element) -> str | None:
     """The reserved slot, which is row 0 of rank 0, and of nobody else's pool."""
     locations, rows = (evidence.now.inputs.get(name) for name in ("out_cache_loc", "kv_rows"))
@@ -180,6 +188,7 @@ def _as_float(word: int) -> float:
 
 EXPLANATIONS: Final[tuple[Callable[[Evidence, Element], Explanation | None], ...]] = (
     stored_elsewhere,
+    reserved_slot,
     rounded_id,
     one_rank_for_all,
     selected_elsewhere,

@@ -6,16 +6,18 @@ import math
 
 import torch
 
+from dsa_verify.faults.outputs import SMUGGLED
 from dsa_verify.faults.wrapper import Wrapper
 
 
 class WritesSlotZero(Wrapper):
-    """Pad rows are stored like any other, at the reserved slot."""
+    """Pad rows are stored like any other, at the reserved slot. What they hold is 0 in this harness, as that slot is,
+    so something else stands for it."""
 
     def in_graph(self) -> None:
         self.inner.in_graph()
         assert self.inputs.out_cache_loc is not None
-        self.target[:1].add_((self.inputs.out_cache_loc == 0).any())
+        self.target[:1].masked_fill_((self.inputs.out_cache_loc == 0).any(), SMUGGLED)
 
 
 class WrongOwner(Wrapper):

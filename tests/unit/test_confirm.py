@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import EagerDecode, decode_round, job_of
+from support import EagerDecode, decode_round, job_of, small
 
 from dsa_verify.confirm import confirm
 from dsa_verify.findings import Diagnosis, Finding
@@ -97,3 +97,21 @@ def test_floor_for_ceiling_is_a_boundary(lengths: tuple[int, ...]) -> None:
 
 def test_a_pad_row_is_called_one() -> None:
     assert first(EagerDecode, fault="pad_rows_untouched").place == f"{LENGTHS}[3] (batch row 3, pad row)"
+
+
+# Planted faults ------------------------------------------------------------------------------------------------------
+
+
+def dcp(fault: str) -> Finding:
+    return first(None, [decode_round(2, 5)], system="dcp", fault=fault, geometry=small(dcp_size=2), buckets=(2,))
+
+
+def test_mixed_logarithms_are_recognised() -> None:
+    assert dcp("wrong_log_base").sentence.endswith("right value times ln 2: natural and base-2 logarithm mixed up")
+
+
+def test_the_reserved_slot_is_called_that() -> None:
+    assert dcp("writes_slot_0").sentence == (
+        "wrong value: rank0_kv_pool[0, 0] (row 0 of the pool) is 7, must be 0: that is slot 0, the reserved one, which "
+        "nothing may write (contract 8.2)"
+    )
