@@ -26,7 +26,8 @@ _DRAFTS: Final = ("target_verify", "draft_extend")
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """`wrap(inner, field)` spoils `inner`; `field` is its default target. `diagnoses`: what it may be called.
-    `of_input`: the target is a static input, which the engine's preparation (our registry) does not reset.
+    `of_input`: the target is a static input, which the engine's preparation (our registry) does not reset. `needs`:
+    what a geometry must have for `field` to be there.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Fault:
     field: str = ""
     systems: tuple[str, ...] = _ALL
     of_input: bool = False
+    needs: str = ""
 
 
 def _fault(name: str, summary: str, wrap: type[Wrapper], *diagnoses: Diagnosis, **rest: object) -> Fault:
@@ -73,6 +75,7 @@ FAULTS: Final[dict[str, Fault]] = {
             D.FROZEN,
             field=f"step{outputs.FUSED_STEPS - 1}_paged_mqa_schedule_metadata",
             systems=("mtp",),
+            needs="an indexer (--preset tiny_pool) and draft_steps of 4 or more",
         ),
         _fault(
             "off_by_one_page",
@@ -115,7 +118,7 @@ FAULTS: Final[dict[str, Fault]] = {
         ),
         _fault(
             "unclamped_window",
-            "a pad row shorter than the draft gets a negative window length (padded_mode draft_extend)",
+            "a row shorter than the draft gets a negative window length (padded_mode draft_extend)",
             outputs.UnclampedWindow,
             D.OUT_OF_RANGE,
             field="swa_topk_lengths",
@@ -309,6 +312,8 @@ def check_field(reference: str, layouts: Sequence[Layout]) -> None:
             raise UsageError(f"fault input {field!r} is not in {layouts[0].system}; its inputs: {', '.join(names)}")
         return
     holding = [layout for layout in layouts if field in layout]
+    if field and not holding and fault.needs and field == fault.field:
+        raise UsageError(f"fault {fault.name!r} needs {fault.needs}")
     if field and not holding:
         known = ", ".join(each.name for each in max(layouts, key=lambda layout: len(layout.fields)))
         raise UsageError(f"fault field {field!r} is not in {layouts[0].system} as captured; its fields: {known}")

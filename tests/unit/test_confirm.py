@@ -7,6 +7,7 @@ import torch
 from support import EagerDecode, decode_round, job_of, small
 
 from dsa_verify.confirm import confirm
+from dsa_verify.errors import UsageError
 from dsa_verify.findings import Diagnosis, Finding
 from dsa_verify.geometry import Geometry
 from dsa_verify.scenario import Round
@@ -114,4 +115,24 @@ def test_the_reserved_slot_is_called_that() -> None:
     assert dcp("writes_slot_0").sentence == (
         "wrong value: rank0_kv_pool[0, 0] (row 0 of the pool) is 7, must be 0: that is slot 0, the reserved one, which "
         "nothing may write (contract 8.2)"
+    )
+
+
+@pytest.mark.parametrize("mode, found", [("draft_extend", True), ("draft_block", False), ("decode", False)])
+def test_a_window_is_unclamped_where_rows_are_shorter_than_the_draft(mode: str, found: bool) -> None:
+    draft = {} if mode == "decode" else {"draft_tokens": 4}
+    geometry = Geometry.resolve("tiny_v4", {"padded_mode": mode, **draft})
+    job = job_of(system="padded", fault="unclamped_window", geometry=geometry, buckets=(2,))
+    findings = confirm(job, [decode_round(2, 30)])
+    assert bool(findings) is found
+    if found:
+        assert findings[0].diagnosis is Diagnosis.OUT_OF_RANGE
+        assert findings[0].place == "swa_topk_lengths[4] (batch row 1, pad row, draft position 0)"
+
+
+def test_a_fault_that_needs_an_indexer_names_a_preset_that_has_one() -> None:
+    with pytest.raises(UsageError) as caught:
+        job_of(system="mtp", fault="stale_draft_steps", geometry=Geometry.resolve("tiny"))
+    assert str(caught.value) == (
+        "fault 'stale_draft_steps' needs an indexer (--preset tiny_pool) and draft_steps of 4 or more"
     )

@@ -170,7 +170,7 @@ def test_the_published_gap_is_caught_as_a_fault() -> None:
 
 def test_the_published_gap_needs_three_destinations() -> None:
     geometry = Geometry.resolve("tiny_pool", {"draft_steps": 3})
-    with pytest.raises(UsageError, match="step2_paged_mqa_schedule_metadata' is not in mtp as captured"):
+    with pytest.raises(UsageError, match="and draft_steps of 4 or more"):
         Job.make(MTP, geometry, (4,), 0, None, "stale_draft_steps", backend())
 
 
