@@ -339,7 +339,10 @@ def _own_words(lane: Lane, difference: Difference) -> str:
     """What the subject itself has to say of a wrong element; empty for most."""
     own = getattr(lane.subject, "explain", None)
     name, column = difference.region.name, difference.column
-    said = own(name, difference.row, column, difference.got, difference.want) if own is not None else None
+    try:
+        said = own(name, difference.row, column, difference.got, difference.want) if own is not None else None
+    except Exception as error:  # a user's method may raise anything, and the finding stands without its words
+        said = f"explain raised {type(error).__name__}: {error}"
     return said or ""
 
 

@@ -57,6 +57,11 @@ class FloorsPages(EagerDecode):
         pages.masked_fill_(column >= (self.inputs.seq_lens // size)[:, None], 0)
 
 
+class SaysTooMuch(Frozen):
+    def explain(self, field: str, row: int, column: int, got: int, want: int) -> str:
+        raise RuntimeError("no words for it")
+
+
 def first(subject: type | None, rounds: list[Round] = ROUNDS, **rest: object) -> Finding:
     return confirm(job_of(subject, **rest), rounds)[0]  # type: ignore[arg-type]
 
@@ -98,6 +103,12 @@ def test_floor_for_ceiling_is_a_boundary(lengths: tuple[int, ...]) -> None:
 
 def test_a_pad_row_is_called_one() -> None:
     assert first(EagerDecode, fault="pad_rows_untouched").place == f"{LENGTHS}[3] (batch row 3, pad row)"
+
+
+def test_a_subject_that_raises_while_it_explains_keeps_its_finding() -> None:
+    finding = first(SaysTooMuch)
+    assert finding.diagnosis is Diagnosis.FROZEN
+    assert finding.sentence.endswith("frozen at capture; explain raised RuntimeError: no words for it")
 
 
 # Planted faults ------------------------------------------------------------------------------------------------------
