@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -152,13 +153,23 @@ def load_attribute(reference: str) -> Any:
         raise UsageError(f"subject {reference!r}: not of the form module:attribute; for example my_pipeline:MySubject")
     try:
         value: Any = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a user's module may do anything while it is imported
         raise UsageError(
-            f"subject {reference!r}: importing {module_name!r} raised {type(error).__name__}: {error}; "
-            "run from the folder that holds it, or install it"
+            f"subject {reference!r}: importing {module_name!r} raised {type(error).__name__}: {error}"
+            f"{_import_remedy(error, module_name)}"
         ) from error
     for part in attribute.split("."):
         if not hasattr(value, part):
             raise UsageError(f"subject {reference!r}: {module_name!r} has no attribute {part!r}; check the spelling")
         value = getattr(value, part)
     return value
+
+
+def _import_remedy(error: BaseException, module_name: str) -> str:
+    if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+        return "; run from the folder that holds it, or install it"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    # Where the text is no Python, the last frame is the import's own, and the error says the line.
+    where = "" if last.filename.startswith("<frozen") else f" at {last.filename}:{last.lineno}"
+    exits = ", and a module that is imported must not exit" if isinstance(error, SystemExit) else ""
+    return f"{where}; mend the module{exits}"

@@ -185,7 +185,8 @@ def subject_factory(system: System, reference: str | None) -> tuple[str, Subject
             raise UsageError(
                 f"subject {label!r} is unknown for {system.name}; known: {known}; or give module:attribute"
             )
-        factory = installed[label].load()
+        point = installed[label]
+        factory = load_attribute(f"{point.module}:{point.attr}")
     if not callable(factory):
         raise UsageError(
             f"subject {label!r} is a {type(factory).__name__}, not a class or function; "

@@ -106,7 +106,7 @@ class Terminal:
     def error(self, error: DsaVerifyError) -> None:
         self.say(f"dsa-verify: {error}", BAD)
 
-    def crash(self, error: Exception) -> None:
+    def crash(self, error: BaseException) -> None:
         self.say(f"dsa-verify: the harness failed, no verdict: {type(error).__name__}: {error}", BAD)
         self._console.print_exception()
 
@@ -120,7 +120,7 @@ class Terminal:
         except DsaVerifyError as error:
             self.error(error)
             return error.status
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a subject's code may call sys.exit, which is no result
             self.crash(error)
             return STATUS_HARNESS
         return STATUS_EQUAL
