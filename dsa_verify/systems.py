@@ -164,12 +164,14 @@ def settled_geometry(
     engine = engine_subject(subject) if isinstance(subject, str) else None
     wanted = dict(settings) if engine is None else {**engine.settings, **settings}
     presets = system.presets if engine is None or engine.presets is None else engine.presets
-    return Geometry.resolve(preset or of_device(presets, device_type), wanted), frozenset(wanted)
+    if preset is None:
+        preset = of_device(presets, device_type)
+    return Geometry.resolve(preset, wanted), frozenset(wanted)
 
 
 def subject_factory(system: System, reference: str | None) -> tuple[str, SubjectFactory]:
     """(label, factory) of a shipped name, an engine's subject, an installed entry point or `module:attribute`."""
-    label = reference or DEFAULT_SUBJECT
+    label = DEFAULT_SUBJECT if reference is None else reference
     engine = engine_subject(label)
     if engine is not None:
         check_system(label, system.name)

@@ -122,7 +122,8 @@ class Verification:
                 raise UsageError(f"{name}: {value} must name at least one number, each 1 or more")
         if rounds is not None and rounds < 1:
             raise UsageError(f"rounds: {rounds} would verify nothing; give 1 or more")
-        settled, fixed = settled_geometry(known, subject, self.device.type, preset or self.preset, geometry)
+        preset = self.preset if preset is None else preset
+        settled, fixed = settled_geometry(known, subject, self.device.type, preset, geometry)
         return diagnostic_matrix(
             known,
             settled,

@@ -23,15 +23,16 @@ from dsa_verify.scenario import Scenario, read_case
 from dsa_verify.systems import DEFAULT_SUBJECT, get_system, settled_geometry, systems_to_run
 from dsa_verify.waivers import choose_ledger
 
-# Options that shape the matrix, by attribute of Options.
-MATRIX_FLAGS: Final = {
-    "systems": "--system",
-    "preset": "--preset",
-    "rounds": "--rounds",
-    "batches": "--batch",
-    "drafts": "--draft-tokens",
-    "settings": "--set",
-    "edges": "--edges",
+# Options that shape the matrix, by attribute of Options, and what they are where they are not given.
+MATRIX_FLAGS: Final[dict[str, tuple[str, object]]] = {
+    "systems": ("--system", ()),
+    "preset": ("--preset", None),
+    "rounds": ("--rounds", None),
+    "seed": ("--seed", 0),
+    "batches": ("--batch", ()),
+    "drafts": ("--draft-tokens", ()),
+    "settings": ("--set", ()),
+    "edges": ("--edges", False),
 }
 
 
@@ -139,15 +140,15 @@ class _Case:
         return len(self.scenario.rounds)
 
     def subject(self, options: Options) -> str | None:
-        return options.subject or self.scenario.subject
+        return self.scenario.subject if options.subject is None else options.subject
 
     def start(self, runner: Runner, options: Options, result: Run) -> None:
         runner.case(self.scenario, options.subject, result, fault=options.fault)
 
 
 def _cases_plan(options: Options, scenarios: Sequence[Scenario]) -> list[_Case]:
-    for name, flag in MATRIX_FLAGS.items():
-        if getattr(options, name):
+    for name, (flag, absent) in MATRIX_FLAGS.items():
+        if getattr(options, name) != absent:
             raise UsageError(f"{flag}: has no effect with a CASE, which says it itself; edit the case, or leave it out")
     return [_Case(scenario=scenario) for scenario in scenarios]
 

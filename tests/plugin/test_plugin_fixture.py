@@ -114,6 +114,8 @@ def test_a_case_without_rounds_fails(session, pytester: pytest.Pytester) -> None
     [
         ("verify('decod')", "system 'decod' is unknown; known systems: *"),
         ("verify('decode', 'fast')", "subject 'fast' is unknown for decode; known: *"),
+        ("verify('decode', '')", "subject '' is unknown for decode; known: *"),
+        ("verify('decode', preset='')", "preset: '' is unknown; known presets: *"),
         ("verify('decode', Right())", "subject: <*> is a Decode already; give its class, *"),
         ("verify('decode', drafts=(2,))", "drafts: (2,) has no effect in decode; remove it"),
         ("verify('target_verify', draft_tokens=3)", "draft_tokens: set by the matrix; give drafts=(...) instead"),
@@ -131,6 +133,13 @@ def test_misuse_points_at_the_line(session, call: str, message: str) -> None:
     pattern = re.sub(r"\[", "[[]", message)
     result.stdout.fnmatch_lines([f">*dsa.{call}", f"E *UsageError: {pattern}", "test_mine.py:*: UsageError"])
     assert "verification.py" not in result.stdout.str()
+
+
+def test_a_subject_of_no_name_does_not_replay_a_case(session, pytester: pytest.Pytester) -> None:
+    session(WRONG)
+    [case] = pytester.path.glob("dsa-findings/*.json")
+    result = session(f"def test(dsa): dsa.case({str(case)!r}, '')")
+    result.stdout.fnmatch_lines(["E *UsageError: subject '' is unknown for decode; known: *"])
 
 
 def test_inputs_as_the_test_asks(session, pytester: pytest.Pytester) -> None:

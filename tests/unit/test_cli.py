@@ -112,6 +112,8 @@ def test_the_fault_of_a_case_can_be_the_readers_own(dsa_verify: Cli) -> None:
     [
         (("--system", "nope"), "system 'nope' is unknown; known systems: decode, target_verify, draft_extend"),
         (("--preset", "nope"), "preset: 'nope' is unknown"),
+        (("--preset", ""), "preset: '' is unknown"),
+        (("--subject", ""), "subject '' is unknown for decode"),
         (("--subject", "nope"), "subject 'nope' is unknown for decode"),
         (("--subject", "nope:Thing"), "importing 'nope' raised ModuleNotFoundError"),
         (("--subject", "json:Thing"), "'json' has no attribute 'Thing'"),
@@ -154,8 +156,25 @@ def test_options_of_the_matrix_are_refused_beside_a_case(dsa_verify: Cli) -> Non
         '{"schema": 1, "system": "decode", "preset": "tiny", "buckets": [2], '
         '"rounds": [{"bucket": 2, "seq_lens": [5], "requests": [3]}]}'
     )
-    status, text = dsa_verify("replay", "case.json", "--rounds", "4")
-    assert (status, "--rounds: has no effect with a CASE" in text) == (2, True)
+    for flag, value in (("--rounds", "4"), ("--rounds", "0"), ("--seed", "1"), ("--preset", "")):
+        status, text = dsa_verify("replay", "case.json", flag, value)
+        assert (status, f"{flag}: has no effect with a CASE" in text) == (2, True)
+    assert dsa_verify("replay", "case.json")[0] == 0
+
+
+def test_a_subject_of_no_name_is_not_the_shipped_one(dsa_verify: Cli) -> None:
+    """As where a variable of a CI job is not set."""
+    case = (
+        '{"schema": 1, "system": "decode", "preset": "tiny", "buckets": [2], %s'
+        '"rounds": [{"bucket": 2, "seq_lens": [5], "requests": [3]}]}'
+    )
+    Path("of_none.json").write_text(case % "")
+    Path("of_empty.json").write_text(case % '"subject": "", ')
+    for arguments in (("of_none.json", "--subject", ""), ("of_empty.json",)):
+        status, text = dsa_verify("replay", *arguments)
+        assert (status, "subject '' is unknown for decode" in text) == (2, True), text
+    status, text = dsa_verify("fuzz", "--system", "decode", "--preset", "tiny", "--rounds", "1", "--subject", "")
+    assert (status, "subject '' is unknown for decode" in text) == (2, True), text
 
 
 def test_nothing_verified_is_status_4(dsa_verify: Cli) -> None:
