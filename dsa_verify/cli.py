@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import click
 
 from dsa_verify import errors
+from dsa_verify.report.streams import lasting_streams
 
 Command = Callable[..., Any]
 
@@ -192,7 +194,8 @@ def faults(system: str | None) -> None:
 def _end(status: int) -> None:
     if status == errors.STATUS_DEVICE_LOST:
         # Nothing may be asked of a lost device again, not even by the interpreter's own clearing up.
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         os._exit(status)
     sys.exit(status)
 
@@ -208,6 +211,11 @@ def main() -> None:
     """Entry point of the `dsa-verify` command."""
     # As for `python -m`: a subject may lie in the folder that the command is run from.
     sys.path.insert(0, "")
+    with lasting_streams():
+        _main()
+
+
+def _main() -> None:
     try:
         cli(standalone_mode=False)
         sys.exit(errors.STATUS_EQUAL)
@@ -221,6 +229,10 @@ def main() -> None:
     except errors.DsaVerifyError as error:
         click.echo(f"dsa-verify: {error}", err=True)
         sys.exit(error.status)
+    except Exception as error:  # Python's own status for it, 1, says that the subject is wrong
+        traceback.print_exc()
+        click.echo(f"dsa-verify: the harness failed, no verdict: {type(error).__name__}: {error}", err=True)
+        sys.exit(errors.STATUS_HARNESS)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from dsa_verify.commands import new
 from dsa_verify.faults import conduct, names
 
+ROOT = Path(__file__).parents[2]
 SMALL = ("--preset", "tiny", "--batch", "4", "--draft-tokens", "4")
 RESULT_KEYS = {
     "schema",
@@ -221,6 +224,41 @@ def test_a_lost_device_is_status_5_and_keeps_the_results(tmp_path: Path) -> None
     assert "illegal memory access" in done.stdout
     assert json.loads((tmp_path / "r.json").read_text())["status"] == 5
     assert list((tmp_path / "dsa-findings").glob("device-lost-*.json"))
+
+
+def in_shell(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
+    """`line`, in which `$DSA` is the command."""
+    environment = os.environ | {"DSA": f"{sys.executable} -m dsa_verify.cli", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        ["bash", "-c", line], cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+ONE = "replay --system decode --preset tiny --batch 4 --rounds 2 --json r.json"
+
+
+@pytest.mark.parametrize(
+    "line, status, said",
+    [
+        (f"$DSA {ONE} | head -1 >first; exit ${{PIPESTATUS[0]}}", 0, ""),
+        (f"$DSA {ONE} --fault skip_refresh 2>&1 | head -1 >first; exit ${{PIPESTATUS[0]}}", 1, ""),
+        (f"$DSA {ONE} >/dev/full", 0, "dsa-verify: <stdout> ends here: No space left on device\n"),
+        (f"$DSA {ONE} --fault skip_refresh >/dev/full 2>&1", 1, ""),
+        (f"$DSA {ONE} >&- 2>&-", 0, ""),
+        (f"$DSA {ONE} --fault lost_device | head -1 >first; exit ${{PIPESTATUS[0]}}", 5, ""),
+    ],
+)
+def test_output_that_ends_early_changes_no_result(tmp_path: Path, line: str, status: int, said: str) -> None:
+    done = in_shell(tmp_path, line)
+    assert (done.returncode, done.stderr) == (status, said)
+    assert json.loads((tmp_path / "r.json").read_text())["status"] == status
+
+
+def test_what_nobody_expected_is_status_3(dsa_verify: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(new, "run", lambda name, folder: 1 / 0)
+    status, text = dsa_verify("new", "mine")
+    assert status == 3
+    assert "the harness failed, no verdict: ZeroDivisionError: division by zero" in text
 
 
 def test_an_interrupt_is_status_130_and_keeps_the_results(
