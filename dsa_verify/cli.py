@@ -209,8 +209,8 @@ def _settle(device: str) -> Any:
 
 def main() -> None:
     """Entry point of the `dsa-verify` command."""
-    # As for `python -m`: a subject may lie in the folder that the command is run from.
-    sys.path.insert(0, "")
+    # A subject may lie in the folder that the command is run from. Last, so that no json.py there hides another module.
+    sys.path.append("")
     with lasting_streams():
         _main()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import keyword
+import sys
 from importlib.resources import files
 from pathlib import Path
 
@@ -12,16 +14,26 @@ from dsa_verify.errors import UsageError
 
 
 def run(name: str, folder: Path) -> None:
-    """Writes NAME.py and test_NAME.py into `folder`. UsageError for a name that is none, or files that are there."""
+    """Writes NAME.py and test_NAME.py into `folder`. UsageError for a name that is none or
+    is taken, or files that are there."""
     if not name.isidentifier() or keyword.iskeyword(name):
         raise UsageError(f"{name!r} cannot be the name of a module; use letters, digits and underscores")
     targets = {folder / f"{name}.py": "pipeline.py.txt", folder / f"test_{name}.py": "test_pipeline.py.txt"}
     for path in targets:
         if path.exists():
             raise UsageError(f"{path}: exists already; choose another name")
+    if _importable(name):
+        raise UsageError(f"{name!r}: a module of that name is installed already and would be it; choose another name")
     class_name = "".join(part.capitalize() for part in name.split("_") if part) or name
     for path, template in targets.items():
         text = (files("dsa_verify") / "templates" / template).read_text(encoding="utf-8")
         path.write_text(text.replace("CLASS", class_name).replace("NAME", name), encoding="utf-8")
     click.echo(f"wrote {', '.join(map(str, targets))}")
     click.echo(f"next: pytest test_{name}.py, or dsa-verify replay --system decode --subject {name}:{class_name}")
+
+
+def _importable(name: str) -> bool:
+    if name in sys.modules:
+        return True
+    found = importlib.util.find_spec(name)
+    return found is not None and found.origin is not None  # a folder without __init__.py comes after a file

@@ -44,12 +44,15 @@ def found(subject: type) -> list[str]:
     return [finding.diagnosis.value for finding in verify_rounds(job, config.chunks(), Counts(), folder=None)]
 
 
-def test_the_example_is_right_short_and_what_the_document_shows(mistakes: ModuleType, tmp_path: Path) -> None:
+def test_the_example_is_right_short_and_what_the_document_shows(
+    mistakes: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert found(mistakes.PagedDecode) == []
     text = (ROOT / "examples/paged_decode.py").read_text()
     assert len([line for line in text.splitlines() if line.strip()]) < 40
     (shown,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/bring-your-own.md").read_text(), re.DOTALL)
     assert shown == text
+    monkeypatch.setattr(new, "_importable", lambda name: False)  # the example itself is, here
     new.run("paged_decode", tmp_path)
     assert (tmp_path / "paged_decode.py").read_text() == text
 
@@ -81,6 +84,13 @@ def test_what_new_writes_passes_its_own_test(pytester: pytest.Pytester, monkeypa
 def test_a_name_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="cannot be the name of a module"):
         new.run(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["json", "sys", "dsa_verify", "__main__"])
+def test_a_name_that_is_taken_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=f"'{name}': a module of that name is installed already"):
+        new.run(name, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 # Mapping -------------------------------------------------------------------------------------------------------------

@@ -276,6 +276,15 @@ def test_an_interrupt_is_status_130_and_keeps_the_results(
     assert (result["interrupted"], result["rounds_checked"]) == (True, 1)
 
 
+def test_the_users_folder_hides_no_other_module(tmp_path: Path) -> None:
+    for name in ("json", "queue", "torch", "oracles"):
+        (tmp_path / f"{name}.py").write_text("raise OSError('the module of the user')\n")
+    (tmp_path / "mine.py").write_text("from dsa_verify.pipelines.basic import Decode as Mine\n")
+    command = f'{sys.executable} -Pc "from dsa_verify.cli import main; main()"'
+    done = in_shell(tmp_path, f"{command} {ONE} --subject mine:Mine")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_module_of_the_users_own_is_loaded(dsa_verify: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "of_my_own.py").write_text("from dsa_verify.pipelines.basic import Decode as Mine\n")
     monkeypatch.syspath_prepend(str(tmp_path))
