@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from dsa_verify import errors
+from dsa_verify.report.files import check_file, check_folder
 from dsa_verify.report.streams import lasting_streams
 
 Command = Callable[..., Any]
@@ -39,6 +40,23 @@ Exit status:
 @click.version_option(package_name="dsa-verify", prog_name="dsa-verify")
 def cli() -> None:
     """Replay attention-metadata pipelines in live CUDA graphs beside an eager oracle, and name the first wrong byte."""
+
+
+class _Checked(click.ParamType):
+    """A path that `check` finds writable before anything runs, and before anything heavy is imported."""
+
+    def __init__(self, name: str, check: Callable[[str], Path]):
+        self.name, self._check = name, check
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Path:
+        try:
+            return self._check(str(value))
+        except errors.UsageError as error:
+            self.fail(str(error), param, context)
+
+
+_FILE = _Checked("file", check_file)
+_FOLDER = _Checked("folder", check_folder)
 
 
 def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -75,12 +93,12 @@ _shape_options = _options(
     click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a field of the geometry."),
 )
 _output_options = _options(
-    click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results there."),
+    click.option("--json", "json_path", type=_FILE, help="Write the results there."),
     click.option(
         "--findings",
         "folder",
-        type=click.Path(path_type=Path, file_okay=False),
-        default=Path("dsa-findings"),
+        type=_FOLDER,
+        default="dsa-findings",
         show_default=True,
         help="Folder for the case of each finding.",
     ),
@@ -108,7 +126,7 @@ _output_options = _options(
     "than 2**31 elements, 32 empty requests.",
 )
 @click.option("--keep-going", is_flag=True, help="Go on to the next configuration after a finding.")
-@click.option("--junit", "junit_path", type=click.Path(path_type=Path), help="Write JUnit XML there.")
+@click.option("--junit", "junit_path", type=_FILE, help="Write JUnit XML there.")
 @_output_options
 def replay(**options: Any) -> None:
     """Replay CASE files, or without any the diagnostic matrix: 16 configurations x 17 rounds a system (padded: 68)."""

@@ -82,7 +82,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--dsa-seed", type=_seed, default=0, metavar="SEED", help="seed of the rounds; default: 0")
     group.addoption(
-        "--dsa-findings", default="dsa-findings", metavar="DIR", help="where cases go; default: dsa-findings"
+        "--dsa-findings",
+        type=_findings,
+        default=Path("dsa-findings"),  # no text, which would be checked in sessions that do not use it, too
+        metavar="DIR",
+        help="where cases go; default: dsa-findings",
     )
     group.addoption(
         pytest_cases.OPTION,
@@ -108,6 +112,16 @@ def _preset(text: str) -> str:
     if text not in PRESETS:
         raise argparse.ArgumentTypeError(f"{text!r} is unknown; known presets: {', '.join(PRESETS)}")
     return text
+
+
+def _findings(text: str) -> Path:
+    from dsa_verify.errors import UsageError
+    from dsa_verify.report.files import check_folder
+
+    try:
+        return check_folder(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _rounds(text: str) -> int:
@@ -180,7 +194,7 @@ def _open_verification(session: pytest.Session) -> Verification:
         preset=option.dsa_preset,
         rounds=option.dsa_rounds,
         seed=option.dsa_seed,
-        folder=Path(option.dsa_findings),
+        folder=option.dsa_findings,
         session=Session(directory=config.invocation_params.dir, on_run=on_run, rerun=lambda: _rerun(config), stop=stop),
         ledger=ledger,
     )

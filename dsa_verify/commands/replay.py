@@ -16,7 +16,7 @@ from dsa_verify.errors import UsageError
 from dsa_verify.geometry import parse_settings
 from dsa_verify.graphs import Backend, open_backend
 from dsa_verify.matrix import Config, diagnostic_matrix
-from dsa_verify.report import document, junit
+from dsa_verify.report import document, files, junit
 from dsa_verify.report.terminal import Terminal
 from dsa_verify.runs import Run, Runner, open_run, status_of
 from dsa_verify.scenario import Scenario, read_case
@@ -62,9 +62,9 @@ class Options:
 def run(options: Options, device: torch.device) -> int:
     """Do it all; returns the exit status. UsageError before anything has run."""
     backend = open_backend(device)
-    for path in (options.json_path, options.junit_path):
-        if path is not None and not path.parent.is_dir():
-            raise UsageError(f"{path}: the folder {path.parent} does not exist; create it")
+    outputs = [path for path in (options.json_path, options.junit_path) if path is not None]
+    if len({path.resolve() for path in outputs}) < len(outputs):
+        raise UsageError(f"--junit {options.junit_path}: is the file of --json, too; name another one")
     scenarios = [read_case(path) for path in options.cases]
     plan = _cases_plan(options, scenarios) if scenarios else _matrix_plan(options, backend)
     ledger = choose_ledger(options.waivers, options.no_waivers)
@@ -92,9 +92,10 @@ def run(options: Options, device: torch.device) -> int:
         status = terminal.guard(work) or status_of(runs)
         terminal.verdict(runs, status)
     if options.json_path is not None:
-        options.json_path.write_text(json.dumps(document.of(runs, status), indent=2) + "\n", encoding="utf-8")
+        text = json.dumps(document.of(runs, status), indent=2) + "\n"
+        status = files.write(options.json_path, text, status)
     if options.junit_path is not None:
-        junit.write(runs, options.junit_path)
+        status = files.write(options.junit_path, junit.of(runs), status)
     return status
 
 

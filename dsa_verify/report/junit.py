@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
-from pathlib import Path
 
 from dsa_verify.runs import Run
 from dsa_verify.waivers import WaiverUse
 
 
-def write(runs: Sequence[Run], path: Path) -> None:
-    """Write `runs` to `path`."""
+def of(runs: Sequence[Run]) -> str:
+    """The text of `runs`."""
     root = ElementTree.Element("testsuites", name="dsa-verify")
     for run in runs:
         failed = sum(bool(outcome.findings) for outcome in run.outcomes)
@@ -48,7 +47,7 @@ def write(runs: Sequence[Run], path: Path) -> None:
             case = ElementTree.SubElement(suite, "testcase", classname=f"dsa_verify.{run.system}", name=name)
             ElementTree.SubElement(case, "failure", type="gone", message=use.sentence).text = use.sentence
     ElementTree.indent(root)
-    ElementTree.ElementTree(root).write(path, encoding="utf-8", xml_declaration=True)
+    return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True).decode()
 
 
 def _used(use: WaiverUse) -> str:

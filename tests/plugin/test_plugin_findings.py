@@ -28,3 +28,11 @@ def test_relative_to_where_pytest_was_started(session, pytester: pytest.Pytester
 def test_nothing_is_left_without_a_finding(session, pytester: pytest.Pytester) -> None:
     session("def test(dsa): dsa.verify('decode', batches=(1,), rounds=1)").assert_outcomes(passed=1)
     assert not (pytester.path / "dsa-findings").exists()
+
+
+@pytest.mark.parametrize("value, said", [("file", "file: nothing can be put there (Not a*"), ("", "the name is*")])
+def test_bad_value(pytester: pytest.Pytester, value: str, said: str) -> None:
+    (pytester.path / "file").write_text("")
+    result = pytester.runpytest_inprocess(f"--dsa-findings={value}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*error: argument --dsa-findings: {said}"])

@@ -129,7 +129,15 @@ def test_the_fault_of_a_case_can_be_the_readers_own(dsa_verify: Cli) -> None:
         (("--set", "draft_tokens=3"), "(--draft-tokens)"),
         (("--system", "decode", "--draft-tokens", "2"), "has no effect in decode"),
         (("--device", "tpu"), "device 'tpu' is unknown"),
-        (("--json", "no/such/folder.json"), "does not exist"),
+        (("--json", "no/such/folder.json"), "'--json': no/such/folder.json: the folder no/such does not exist; create"),
+        (("--json", ""), "'--json': the name is empty; name a file"),
+        (("--json", "."), "'--json': .: is a folder; name a file"),
+        (("--junit", "/proc/r.xml"), "'--junit': /proc/r.xml: cannot be written (No such file or directory); name"),
+        (("--junit", "x" * 300), "cannot be written (File name too long); name another file"),
+        (("--json", "r", "--junit", "./r"), "--junit r: is the file of --json, too; name another one"),
+        (("--findings", ""), "'--findings': the name is empty; name a folder"),
+        (("--findings", "/proc/f/g"), "'--findings': /proc/f/g: nothing can be put there (No such file or directory)"),
+        (("--findings", "/dev/null"), "'--findings': /dev/null: nothing can be put there (Not a directory); name"),
         (("missing.json",), "missing.json"),
         (("--rounds", "-1"), "--rounds"),
         (("--nonsense",), "No such option"),
@@ -140,6 +148,7 @@ def test_wrong_usage_is_one_clear_line_and_status_2(dsa_verify: Cli, arguments: 
     assert status == 2, text
     assert said in text
     assert "Traceback" not in text
+    assert not list(Path().iterdir())
 
 
 def test_a_bad_case_names_its_path_and_status_2(dsa_verify: Cli) -> None:
@@ -252,6 +261,32 @@ def test_output_that_ends_early_changes_no_result(tmp_path: Path, line: str, sta
     done = in_shell(tmp_path, line)
     assert (done.returncode, done.stderr) == (status, said)
     assert json.loads((tmp_path / "r.json").read_text())["status"] == status
+
+
+def test_an_output_that_is_there_is_kept_until_it_is_written(dsa_verify: Cli, tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text("before")
+    (tmp_path / "link.xml").symlink_to("r.xml")
+    outputs = ("--json", "r.json", "--junit", "link.xml")
+    assert dsa_verify("replay", "--system", "nope", *outputs)[0] == 2
+    assert (tmp_path / "r.json").read_text() == "before"
+    assert dsa_verify(*ONE.split(), *outputs)[0] == 0
+    assert json.loads((tmp_path / "r.json").read_text())["status"] == 0
+    assert ElementTree.parse(tmp_path / "r.xml").getroot().tag == "testsuites"
+
+
+def test_an_output_may_be_a_pipe(tmp_path: Path) -> None:
+    """Which must not be opened twice, as the reader would take the first time for all."""
+    done = in_shell(tmp_path, f"mkfifo f; cat f >piped & $DSA {ONE} --json f --junit >(cat >r.xml); wait")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "piped").read_text())["status"] == 0
+    assert json.loads(in_shell(tmp_path, f"$DSA {ONE} --json /dev/stdout | sed 1,3d").stdout)["status"] == 0
+
+
+def test_a_disk_that_is_full_at_the_end_is_status_3(dsa_verify: Cli, tmp_path: Path) -> None:
+    status, text = dsa_verify(*ONE.split(), "--json", "/dev/full", "--junit", "r.xml")
+    assert status == 3
+    assert "dsa-verify: /dev/full: could not be written (No space left on device); make room, and run again" in text
+    assert (tmp_path / "r.xml").exists()
 
 
 def test_what_nobody_expected_is_status_3(dsa_verify: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
