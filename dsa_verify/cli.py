@@ -70,6 +70,15 @@ def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
     return decorate
 
 
+def _once(context: click.Context, param: click.Parameter, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Refuse what is given twice: it would be counted twice, or the last would win."""
+    keys = [str(value).partition("=")[0] for value in values]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise click.BadParameter(f"{twice} is given twice; give it once")
+    return values
+
+
 # What `replay` and `fuzz` have in common.
 _subject_options = _options(
     click.option("--preset", help="Model geometry. Default: the system's own, such as deepseek_v32 on a GPU."),
@@ -85,12 +94,31 @@ _subject_options = _options(
     click.option("--no-waivers", is_flag=True, help="Judge known differences, too."),
 )
 _shape_options = _options(
-    click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True),
-    click.option("--batch", "batches", type=click.IntRange(1, 16384), multiple=True, help="Batch bucket; repeatable."),
+    click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), default=0, show_default=True),  # as a case file
     click.option(
-        "--draft-tokens", "drafts", type=click.IntRange(1, 16), multiple=True, help="Draft length N; repeatable."
+        "--batch",
+        "batches",
+        type=click.IntRange(1, 16384),
+        multiple=True,
+        callback=_once,
+        help="Batch bucket; repeatable.",
     ),
-    click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a field of the geometry."),
+    click.option(
+        "--draft-tokens",
+        "drafts",
+        type=click.IntRange(1, 16),
+        multiple=True,
+        callback=_once,
+        help="Draft length N; repeatable.",
+    ),
+    click.option(
+        "--set",
+        "settings",
+        multiple=True,
+        callback=_once,
+        metavar="KEY=VALUE",
+        help="Override a field of the geometry.",
+    ),
 )
 _output_options = _options(
     click.option("--json", "json_path", type=_FILE, help="Write the results there."),

@@ -140,6 +140,10 @@ def test_the_fault_of_a_case_can_be_the_readers_own(dsa_verify: Cli) -> None:
         (("--findings", "/dev/null"), "'--findings': /dev/null: nothing can be put there (Not a directory); name"),
         (("missing.json",), "missing.json"),
         (("--rounds", "-1"), "--rounds"),
+        (("--seed", str(1 << 63)), "'--seed': 9223372036854775808 is not in the range 0<=x<=9223372036854775807"),
+        (("--batch", "2", "--batch", "2"), "'--batch': 2 is given twice; give it once"),
+        (("--draft-tokens", "2", "--draft-tokens", "2"), "'--draft-tokens': 2 is given twice; give it once"),
+        (("--set", "context=640", "--set", "context=320"), "'--set': context is given twice; give it once"),
         (("--nonsense",), "No such option"),
     ],
 )
@@ -172,6 +176,14 @@ def test_options_of_the_matrix_are_refused_beside_a_case(dsa_verify: Cli) -> Non
         status, text = dsa_verify("replay", "case.json", flag, value)
         assert (status, f"{flag}: has no effect with a CASE" in text) == (2, True)
     assert dsa_verify("replay", "case.json")[0] == 0
+
+
+def test_the_largest_seed_is_reproduced(dsa_verify: Cli, tmp_path: Path) -> None:
+    seed = str((1 << 63) - 1)
+    status, text = dsa_verify(*ONE.split(), "--seed", seed, "--fault", "skip_refresh")
+    assert status == 1, text
+    [finding, *_] = json.loads((tmp_path / "r.json").read_text())["findings"]
+    assert dsa_verify("replay", finding["case"])[0] == 1
 
 
 def test_a_subject_of_no_name_is_not_the_shipped_one(dsa_verify: Cli) -> None:
