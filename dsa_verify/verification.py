@@ -118,10 +118,10 @@ class Verification:
         if "draft_tokens" in geometry:
             raise UsageError("draft_tokens: set by the matrix; give drafts=(...) instead")
         for name, value in (("batches", batches), ("drafts", drafts)):
-            if value is not None and (not value or min(value) < 1):
-                raise UsageError(f"{name}: {value} must name at least one number, each 1 or more")
-        if rounds is not None and rounds < 1:
-            raise UsageError(f"rounds: {rounds} would verify nothing; give 1 or more")
+            if value is not None:
+                _check_numbers(name, value)
+        if rounds is not None and (type(rounds) is not int or rounds < 1):
+            raise UsageError(f"rounds: {rounds!r} must be an integer of 1 or more, or nothing is verified")
         preset = self.preset if preset is None else preset
         settled, fixed = settled_geometry(known, subject, self.device.type, preset, geometry)
         return diagnostic_matrix(
@@ -165,6 +165,14 @@ class Verification:
         if run.findings or run.gone or not run.counts.rounds_checked:
             pytest.fail(failure_text(run), pytrace=False)
         return run
+
+
+def _check_numbers(name: str, value: object) -> None:
+    """UsageError unless `value` is a sequence of different integers, each 1 or more."""
+    if not isinstance(value, Sequence) or not value or not all(type(each) is int and each > 0 for each in value):
+        raise UsageError(f"{name}: {value!r} must name at least one number, each an integer of 1 or more")
+    if len(set(value)) < len(value):
+        raise UsageError(f"{name}: {value!r} names a number twice; name each once")
 
 
 def failure_text(run: Run) -> str:
