@@ -261,13 +261,18 @@ def _versions_of(factory: SubjectFactory) -> Mapping[str, str]:
 
 
 def choose_ledger(path: Path | None, none: bool, *, prefix: str = "") -> Ledger:
-    """The ledger at `path`, the shipped one without it, an empty one if `none`. UsageError as `read_ledger`, and for
-    both at once, whose options begin with `prefix`."""
+    """The ledger at `path`, the shipped one without it, an empty one if `none`. UsageError as `read_ledger`, for a file
+    without waivers, and for both at once, whose options begin with `prefix`."""
     if none and path is not None:
         raise UsageError(f"--{prefix}waivers: has no effect with --{prefix}no-waivers; give one of them")
     if none:
         return dataclasses.replace(NO_WAIVERS, options=("--no-waivers",))
-    return read_ledger(SHIPPED) if path is None else read_ledger(path, options=("--waivers", str(path)))
+    if path is None:
+        return read_ledger(SHIPPED)
+    ledger = read_ledger(path, options=("--waivers", str(path)))
+    if not ledger.waivers:
+        raise UsageError(f"{path}: holds no [[waiver]]; add one, or give --{prefix}no-waivers instead")
+    return ledger
 
 
 def read_ledger(path: Path, *, options: tuple[str, ...] = ()) -> Ledger:
@@ -287,6 +292,8 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
         data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read as a ledger of waivers: {error}") from None
+    except RecursionError:
+        raise UsageError(f"{path}: cannot be read as a ledger of waivers: it nests too deeply; flatten it") from None
     if not isinstance(data, dict) or set(data) - {"schema", "waiver"} or data.get("schema") != LEDGER_SCHEMA:
         raise UsageError(f"{path}: must hold schema = {LEDGER_SCHEMA} and [[waiver]] entries, and nothing else")
     entries = data.get("waiver", [])

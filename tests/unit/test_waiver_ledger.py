@@ -26,6 +26,7 @@ from dsa_verify.waivers import (
     SHIPPED,
     WAIVABLE,
     check_names,
+    choose_ledger,
     fields_of,
     parse_ledger,
     read_ledger,
@@ -116,6 +117,7 @@ def test_two_waivers_of_one_field_are_refused() -> None:
         ("schema = 1\nwaivers = []", "and nothing else"),
         ("schema = 1\nwaiver = 3", "must be a list of tables"),
         ("schema = ", "cannot be read as a ledger of waivers"),
+        pytest.param("x = " + "[" * 9999, "it nests too deeply; flatten it", id="deep"),
     ],
 )
 def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path, text: str, said: str) -> None:
@@ -125,6 +127,13 @@ def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path, text: str, said: st
         read_ledger(path)
     with pytest.raises(UsageError, match=r"missing.toml: cannot be read"):
         read_ledger(tmp_path / "missing.toml")
+
+
+def test_a_file_without_waivers_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "empty.toml"
+    path.write_text("schema = 1\n")
+    with pytest.raises(UsageError, match=r"empty.toml: holds no \[\[waiver\]\]; add one, or give --dsa-no-waivers"):
+        choose_ledger(path, False, prefix="dsa-")
 
 
 class OfAnEngine(EagerDecode):
