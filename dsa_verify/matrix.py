@@ -159,8 +159,8 @@ def boundaries(geometry: Geometry) -> Array:
     width = geometry.columns
     centres = [page, 2 * page, page * pool, 2 * page * pool, 128, 256, 384, 512, topk, topk + pool, width, width - n]
     centres += [LONG_LENGTH, geometry.context]
-    around = {centre + step for centre in centres for step in (-2, -1, 0, 1, 2)} | {1, 2, 3, n, pool - 1, pool}
-    return np.array(sorted(value for value in around if 1 <= value <= geometry.context), np.int64)
+    around = {centre + step for centre in centres for step in (-2, -1, 0, 1, 2)} | {0, 1, 2, 3, n, pool - 1, pool}
+    return np.array(sorted(value for value in around if 0 <= value <= geometry.context), np.int64)
 
 
 def _scripted(config: Config, rng: np.random.Generator, count: int) -> list[Round]:
@@ -234,7 +234,8 @@ def _script_lengths(i: int, raw: int, values: Array, context: int) -> Array:
     if i == 12:
         return np.zeros(raw, np.int64)
     step = i if i < 9 else abs(SCRIPTED_ROUNDS - i)
-    return values[(step * 5 + row * 7) % len(values)]
+    empty = {1: 0, 6: raw // 2, 10: raw - 1}.get(i, -1) if raw > 2 else -1  # the first, one between, the last
+    return np.where(row == empty, 0, values[(step * 5 + row * 7) % len(values)])
 
 
 def _script_accepts(config: Config, i: int, raw: int) -> tuple[int, ...] | None:
@@ -289,7 +290,11 @@ def _random(config: Config, rng: np.random.Generator, count: int, generations: A
     shape = (count, widest)
     uniform = np.exp(rng.random(shape) * np.log(geometry.context)).astype(np.int64)
     lengths = np.where(rng.random(shape) < 0.5, rng.choice(values, size=shape), np.clip(uniform, 0, geometry.context))
+    lengths = np.maximum(lengths, shortest_seq_len(config.system.name, geometry))
     live = np.arange(widest)[None, :] < raw[:, None]
+    empty = (raw == bucket) & ~(lengths * live).any(1)
+    empty &= np.isin(bucket, [b for b in config.buckets if undefined_when_empty(config.system.name, geometry, b)])
+    lengths[empty, 0] = 1
     requests = rng.integers(1, geometry.request_rows, size=shape)
     remap_rows = np.where(
         rng.random((count, REMAPS_PER_ROUND)) < 0.25, requests[:, :1] + np.arange(REMAPS_PER_ROUND), -1
@@ -306,11 +311,7 @@ def _random(config: Config, rng: np.random.Generator, count: int, generations: A
         raw=raw,
         poison=rng.integers(0, len(POISONS), size=count),
         twice=(rng.random(count) < 0.02).astype(np.int64),
-        seq_lens=np.where(
-            live,
-            np.maximum(lengths, shortest_seq_len(config.system.name, geometry)),
-            seq_len_fill(config.system.name, geometry),
-        ),
+        seq_lens=np.where(live, lengths, seq_len_fill(config.system.name, geometry)),
         requests=np.where(live, requests, PAD_REQUEST),
         extend_lens=_extend_lens(config, rng, live),
         verify_lens=_verify_lens(config, rng, bucket, live),

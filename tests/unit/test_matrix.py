@@ -22,11 +22,14 @@ from dsa_verify.matrix import (
     boundaries,
     companion,
     diagnostic_matrix,
+    is_undefined,
     shortest_seq_len,
 )
+from dsa_verify.pipelines.basic import Decode
 from dsa_verify.rounds import RoundTable, tabulate
 from dsa_verify.scenario import POISONS, Round, parse_case
 from dsa_verify.systems import SYSTEMS, System
+from dsa_verify.verify import Counts, verify_rounds
 
 # `padded` has a matrix of its own shape, see below.
 ALIKE = {name: system for name, system in SYSTEMS.items() if name != "padded"}
@@ -137,6 +140,42 @@ def test_some_rounds_are_empty(system: System):
     assert any(round_.raw_batch == 0 for config in matrix(system) for round_ in rounds_of(config))
 
 
+@systems
+def test_an_empty_request_is_first_in_the_middle_and_last_of_a_batch(system: System):
+    """Beside others, in every configuration of four requests or more."""
+    for config in matrix(system, batches=[4, 16]):
+        mixed = [r.seq_lens for r in rounds_of(config) if r.raw_batch >= 4 and any(r.seq_lens)]
+        for where in (slice(0, 1), slice(1, -1), slice(-1, None)):
+            assert any(0 in lengths[where] for lengths in mixed)
+
+
+def test_long_runs_ask_for_no_undefined_schedule():
+    geometry = Geometry.resolve("tiny", {"indexer": True, "context": 2, "topk": 2})
+    config = diagnostic_matrix(SYSTEMS["draft_extend"], geometry, batches=[2], drafts=[16], rounds=400)[0]
+    rounds = rounds_of(config)
+    assert any(r.seq_lens[:1] == (0,) for r in rounds)
+    assert not any(is_undefined("draft_extend", config.geometry, r) for r in rounds)
+
+
+class NamesTheEmpty(Decode):
+    """Where an SM starts with the first tile of a request, it names the request before if that one is empty."""
+
+    def in_graph(self) -> None:
+        super().in_graph()
+        schedule, lengths = self._buffers["paged_mqa_schedule_metadata"], self._inputs.seq_lens
+        before = (schedule[:, 0].long() - 1).clamp(min=0)
+        empty = (schedule[:, 1] == 0) & (schedule[:, 0] < len(lengths)) & (schedule[:, 0] > 0) & (lengths[before] == 0)
+        schedule[:, 0] -= empty.int()
+
+
+def test_a_schedule_that_names_an_empty_request_is_found():
+    geometry = Geometry.resolve("tiny", {"indexer": True, "multiprocessors": 5, "schedule": "tiny"})
+    for config in diagnostic_matrix(SYSTEMS["decode"], geometry, batches=[4, 12]):
+        job = Job.make(config.system, config.geometry, config.buckets, 0, NamesTheEmpty, None, backend())
+        findings = verify_rounds(job, config.chunks(), Counts(), folder=None)
+        assert {finding.field for finding in findings} == {"paged_mqa_schedule_metadata"}
+
+
 def test_draft_extend_is_ragged_at_times_and_static_at_others():
     config = matrix(SYSTEMS["draft_extend"], batches=[8], drafts=[4], rounds=300)[0]
     owned = [round_.extend_lens for round_ in rounds_of(config) if round_.raw_batch]
@@ -222,7 +261,7 @@ def test_boundaries_are_legal_lengths():
     for preset in PRESETS:
         geometry = Geometry.resolve(preset)
         values = boundaries(geometry)
-        assert values[0] >= 1
+        assert values[0] == 0
         assert values[-1] == geometry.context
         assert (np.diff(values) > 0).all()
 
