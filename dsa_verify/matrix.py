@@ -20,7 +20,7 @@ from dsa_verify.geometry import LOG_BASES, MAX_BATCH, PADDED_MODES, Geometry
 from dsa_verify.kpool_rules import shortest_length
 from dsa_verify.ragged_rules import graph_tokens
 from dsa_verify.rounds import PAD_REQUEST, Array, RoundTable, complete_table, seq_len_fill, tabulate
-from dsa_verify.scenario import POISONS, SEED_LIMIT, Round, pooled_indexer
+from dsa_verify.scenario import POISONS, SEED_LIMIT, Round, drawn_lens, pooled_indexer
 from dsa_verify.schedules import VARIANTS, Placement
 from dsa_verify.systems import System
 
@@ -36,6 +36,8 @@ LONG_LENGTH: Final = 100_001  # the length the published 272-replay diagnostic g
 
 EMPTY_SYSTEMS: Final = ("decode", "draft_extend", "mtp")  # with a row of length 0 where a request has that length
 _UNDEFINED_ROWS: Final = 32  # a schedule over so many rows, or a multiple, must not be of lengths 0 alone
+_RAGGED: Final = (1, 7, 13)  # rounds of full batches
+_NONE_EXTENDS: Final = 10
 _FORMS: Final = ("plain", "offset", "strided")
 _INDEX_DTYPES: Final = ("int64", "int32")
 
@@ -187,6 +189,7 @@ def _scripted(config: Config, rng: np.random.Generator, count: int) -> list[Roun
                 bucket=bucket,
                 seq_lens=tuple(lengths.tolist()),
                 requests=tuple(requests.tolist()),
+                extend_lens=_script_extends(config, i, raw),
                 accept_lens=_script_accepts(config, i, raw),
                 verify_lens=_script_verify_lens(config, i, bucket, raw),
                 remap=tuple(dict.fromkeys(remap.tolist())),
@@ -234,8 +237,21 @@ def _script_lengths(i: int, raw: int, values: Array, context: int) -> Array:
     if i == 12:
         return np.zeros(raw, np.int64)
     step = i if i < 9 else abs(SCRIPTED_ROUNDS - i)
-    empty = {1: 0, 6: raw // 2, 10: raw - 1}.get(i, -1) if raw > 2 else -1  # the first, one between, the last
-    return np.where(row == empty, 0, values[(step * 5 + row * 7) % len(values)])
+    return np.where(row == _in_turn((1, 6, 10), i, raw), 0, values[(step * 5 + row * 7) % len(values)])
+
+
+def _in_turn(rounds: tuple[int, int, int], i: int, raw: int) -> int:
+    """In `rounds` the first, one between and the last of `raw` requests; -1 in others, and of fewer than three."""
+    return dict(zip(rounds, (0, raw // 2, raw - 1), strict=True)).get(i, -1) if raw > 2 else -1
+
+
+def _script_extends(config: Config, i: int, raw: int) -> tuple[int, ...] | None:
+    """Ragged with a zero in some rounds, nothing at all in one; all N otherwise, or where rounds do not say them."""
+    if "extend_lens" not in drawn_lens(config.system.name, config.geometry) or i not in (*_RAGGED, _NONE_EXTENDS):
+        return None
+    row = np.arange(raw)
+    ragged = np.where(row == _in_turn(_RAGGED, i, raw), 0, 1 + (i // 2 + row) % config.geometry.draft_tokens)
+    return tuple((ragged * (i != _NONE_EXTENDS)).tolist())
 
 
 def _script_accepts(config: Config, i: int, raw: int) -> tuple[int, ...] | None:

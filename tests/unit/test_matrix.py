@@ -7,6 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import backend
@@ -25,9 +26,10 @@ from dsa_verify.matrix import (
     is_undefined,
     shortest_seq_len,
 )
-from dsa_verify.pipelines.basic import Decode
+from dsa_verify.pipelines.basic import Decode, DraftExtend
 from dsa_verify.rounds import RoundTable, tabulate
 from dsa_verify.scenario import POISONS, Round, parse_case
+from dsa_verify.subject import Buffers, Inputs
 from dsa_verify.systems import SYSTEMS, System
 from dsa_verify.verify import Counts, verify_rounds
 
@@ -183,6 +185,39 @@ def test_draft_extend_is_ragged_at_times_and_static_at_others():
     static = [set(lens) == {4} for lens in owned if lens is not None]
     assert 0.5 < sum(static) / len(static) < 1
     assert any(0 in lens for lens in owned if lens is not None)
+
+
+def test_scripted_draft_extend_is_ragged_too():
+    """Zeros first, between and last, a round in which nobody extends, and static rounds."""
+    for config in matrix(SYSTEMS["draft_extend"], batches=[4, 16]):
+        n = config.geometry.draft_tokens
+        lens = [r.extend_lens for r in rounds_of(config) if r.raw_batch == config.buckets[0]]
+        assert sum(set(each) == {n} for each in lens if each) >= 4
+        ragged = [each for each in lens if each and len(set(each)) > 1]
+        for where in (slice(0, 1), slice(1, -1), slice(-1, None)):
+            assert any(0 in each[where] for each in ragged)
+        assert (0,) * config.buckets[0] in lens
+
+
+def test_with_an_indexer_every_request_extends_by_all():
+    config = diagnostic_matrix(SYSTEMS["draft_extend"], Geometry.resolve("tiny", {"indexer": True}))[4]
+    assert all(r.extend_lens is None for r in rounds_of(config))
+
+
+class ExtendsAll(DraftExtend):
+    """Every request by N, as production does."""
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        lens = torch.full_like(inputs.seq_lens, geometry.draft_tokens)
+        super().allocate(geometry, dataclasses.replace(inputs, extend_lens=lens), buffers)
+
+
+@pytest.mark.parametrize("batch, draft", [(1, 2), (1, 8), (4, 4)])
+def test_a_subject_that_extends_all_by_the_draft_is_found(batch: int, draft: int):
+    (config,) = matrix(SYSTEMS["draft_extend"], batches=[batch], drafts=[draft])
+    job = Job.make(config.system, config.geometry, config.buckets, 0, ExtendsAll, None, backend())
+    findings = verify_rounds(job, config.chunks(), Counts(), folder=None)
+    assert "dsa_seqlens_expanded" in {finding.field for finding in findings}
 
 
 @systems
