@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from dsa_verify.geometry import Geometry
 from dsa_verify.matrix import shortest_seq_len
-from dsa_verify.rounds import seq_len_fill
+from dsa_verify.ragged_rules import capture_lens, graph_tokens, padded_to_bucket
+from dsa_verify.rounds import seq_len_fill, token_capacity
 from dsa_verify.scenario import Round, drawn_lens
 from dsa_verify.schedules import VARIANTS, Unit, units_per_request
 from dsa_verify.topk_plan_rules import PLAN_RULES, is_written
@@ -87,7 +88,7 @@ def boundary_lengths(system: str, geometry: Geometry) -> tuple[int, ...]:
     centres += [page + step for page in pages for step in (0, -pool, pool)]
     if geometry.indexer:
         split = VARIANTS[geometry.schedule].split
-        centres += [split, 2 * split, *(threshold for threshold, _ in PLAN_RULES[geometry.plan_rules].thresholds)]
+        centres += [split, 2 * split, *_thresholds(geometry)]
     if system == "padded":
         centres += [
             k * width for width in (geometry.window, geometry.sparse_ratio, geometry.dense_ratio) for k in (1, 2)
@@ -193,65 +194,98 @@ class PerRequest:
     tiles: Array
     long_rows: dict[int, Array]
 
+    def of(self, boundary: Boundary) -> Array:
+        return self.tiles if boundary.kind is Kind.TILES else self.long_rows[boundary.extra]
+
 
 @functools.lru_cache(maxsize=8)
-def per_request(system: str, geometry: Geometry) -> PerRequest:
-    """Looked up rather than worked out for every round."""
+def per_request(system: str, geometry: Geometry, rows: int) -> PerRequest:
+    """Of requests that own `rows` token rows; looked up rather than worked out for every round."""
     if not geometry.indexer:
         return PerRequest(tiles=np.zeros(0, np.int64), long_rows={})
     lengths = np.arange(geometry.context + 1)
-    parts = [_token_lengths(system, geometry, part) for part in np.array_split(lengths, len(lengths) // _PART + 1)]
-    thresholds = [threshold for threshold, _ in PLAN_RULES[geometry.plan_rules].thresholds]
+    parts = [_token_lengths(system, part, rows) for part in np.array_split(lengths, len(lengths) // _PART + 1)]
     return PerRequest(
         tiles=_tiles(system, geometry, lengths, parts),
-        long_rows={t: np.concatenate([(part > t).sum(1) for part in parts]) for t in thresholds},
+        long_rows={t: np.concatenate([(part > t).sum(1) for part in parts]) for t in _thresholds(geometry)},
     )
 
 
-def _token_lengths(system: str, geometry: Geometry, lengths: Array) -> Array:
-    """What the token rows of each request see, with the indexer, where all have N: [requests, rows] (contract 1)."""
-    position = np.arange(geometry.draft_tokens)
+def _thresholds(geometry: Geometry) -> list[int]:
+    return [threshold for threshold, _ in PLAN_RULES[geometry.plan_rules].thresholds]
+
+
+def _token_lengths(system: str, lengths: Array, rows: int) -> Array:
+    """What the token rows of each request see, with the indexer: [requests, rows] (contract 1)."""
+    position = np.arange(rows)
     if adds_draft(system):
         return lengths[:, None] + position + 1
     if system == "draft_extend":
-        return np.maximum(lengths[:, None] - geometry.draft_tokens + position + 1, 0)
+        return np.maximum(lengths[:, None] - rows + position + 1, 0)
     return lengths[:, None]
 
 
 def _tiles(system: str, geometry: Geometry, lengths: Array, parts: Sequence[Array]) -> Array:
     """Of each request in `paged_mqa_schedule_metadata`, which all systems have (contract 3.2, 3.3)."""
     variant, n = VARIANTS[geometry.schedule], geometry.draft_tokens
-    if adds_draft(system) and geometry.architecture == 100 and n >= 2:
+    if system == "target_verify" and geometry.architecture == 100 and n >= 2:
         units = 1 if variant.unit is Unit.REQUEST else units_per_request(variant, n)
         return units * -(-(lengths + n) // variant.split)
     return np.concatenate([(-(-part // variant.split)).sum(1) for part in parts])
 
 
+@functools.lru_cache(maxsize=2)
+def totals(round_: Round, system: str, geometry: Geometry) -> tuple[int, dict[int, int]]:
+    """Tiles, and token rows above each threshold of the plan rules, pad requests included; with the indexer."""
+    lengths, pads = list(round_.seq_lens), round_.bucket - round_.raw_batch
+    if system == "ragged_verify":
+        # A pad request, or the last one, owns what the others leave (contract 9).
+        tokens = graph_tokens(geometry, round_.bucket)
+        owned = np.array(padded_to_bucket(round_.verify_lens or (), round_.bucket, tokens)[0])
+        before = np.array([*lengths, *[seq_len_fill(system, geometry)] * pads]) - (np.cumsum(owned) - owned)
+        rows = np.repeat(before, owned) + np.arange(tokens) + 1
+        tiles = int((-(-rows // VARIANTS[geometry.schedule].split)).sum())
+        return tiles, {t: int((rows > t).sum()) for t in _thresholds(geometry)}
+    table = per_request(system, geometry, geometry.draft_tokens)
+    lengths += [seq_len_fill(system, geometry)] * bool(pads)
+    counts = np.ones(len(lengths), np.int64)
+    counts[len(lengths) - 1 :] = max(pads, 1)
+    long_rows = {t: int((rows[lengths] * counts).sum()) for t, rows in table.long_rows.items()}
+    return int((table.tiles[lengths] * counts).sum()), long_rows
+
+
 def has_plan(system: str, geometry: Geometry, bucket: int) -> bool:
     """Whether a top-k plan is written for `bucket` requests (contract 5)."""
-    rows = bucket * (geometry.draft_tokens if adds_draft(system) or system == "draft_extend" else 1)
+    rows = token_capacity(system, geometry, bucket)
     return geometry.indexer and is_written(rows, PLAN_RULES[geometry.plan_rules].max_clusters)
 
 
-def lengths_of_total(boundary: Boundary, system: str, geometry: Geometry) -> tuple[int, ...] | None:
-    """Lengths of a full batch whose total is exactly that of `boundary`; None if there are none."""
+def full_rows(system: str, geometry: Geometry, bucket: int) -> tuple[int, ...]:
+    """Token rows of each request of a full batch that leaves none over."""
+    if system == "ragged_verify":
+        return capture_lens(graph_tokens(geometry, bucket), bucket, geometry.draft_tokens)
+    return (geometry.draft_tokens,) * bucket
 
-    table = per_request(system, geometry)
-    values = table.tiles if boundary.kind is Kind.TILES else table.long_rows[boundary.extra]
-    bucket, low, high = boundary.bucket, shortest_seq_len(system, geometry), geometry.context
+
+def lengths_of_total(boundary: Boundary, system: str, geometry: Geometry) -> tuple[int, ...] | None:
+    """Lengths of a full batch with `full_rows` whose total is exactly that of `boundary`; None if there are none."""
+    bucket, low = boundary.bucket, shortest_seq_len(system, geometry)
     if most_requests(system, geometry, bucket) < bucket:
         return None
     if boundary.kind is Kind.LONG_ROWS and not has_plan(system, geometry, bucket):
         return None
-    least, most = int(values[low]), int(values[high] - values[low])
-    left = boundary.value - bucket * least
-    if left < 0 or left > bucket * most:
-        return None
-    # As many of the longest requests as fit, one between, and the rest as short as may be.
-    full, rest = divmod(left, most) if most else (0, 0)
-    between = int(np.searchsorted(values, least + rest, side="right")) - 1
-    lengths = [*[high] * full, *[between] * bool(rest), *[low] * bucket][:bucket]
-    if values[between] != least + rest or (not any(lengths) and undefined_when_empty(system, geometry, bucket)):
+    owned = full_rows(system, geometry, bucket)
+    values = {rows: per_request(system, geometry, rows).of(boundary)[low:] for rows in set(owned)}
+    left = boundary.value - sum(int(values[rows][0]) for rows in owned)
+    lengths = [low] * bucket
+    # Each request as long as may be, until nothing is left for the rest.
+    for b, rows in enumerate(owned):
+        if left <= 0:
+            break
+        longer = int(np.searchsorted(values[rows], values[rows][0] + left, side="right")) - 1
+        lengths[b] = low + longer
+        left -= int(values[rows][longer] - values[rows][0])
+    if left or (not any(lengths) and undefined_when_empty(system, geometry, bucket)):
         return None
     return tuple(lengths)
 
@@ -303,12 +337,8 @@ def _relations(round_: Round, n: int) -> Iterator[str]:
 
 
 def _totals(round_: Round, system: str, geometry: Geometry) -> Iterator[Mark]:
-    table = per_request(system, geometry)
-    lengths, pads = list(round_.seq_lens), round_.bucket - round_.raw_batch
-    lengths += [seq_len_fill(system, geometry)] * bool(pads)
-    counts = np.ones(len(lengths), np.int64)
-    counts[len(lengths) - 1 :] = max(pads, 1)
-    yield Kind.TILES, int((table.tiles[lengths] * counts).sum()), 0, "", 0
+    tiles, long_rows = totals(round_, system, geometry)
+    yield Kind.TILES, tiles, 0, "", 0
     if has_plan(system, geometry, round_.bucket):
-        for threshold, rows in table.long_rows.items():
-            yield Kind.LONG_ROWS, int((rows[lengths] * counts).sum()), threshold, "", 0
+        for threshold, rows in long_rows.items():
+            yield Kind.LONG_ROWS, rows, threshold, "", 0

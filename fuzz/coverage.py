@@ -26,7 +26,7 @@ from dsa_verify.kpool_rules import live_candidates
 from dsa_verify.rounds import seq_len_fill
 from dsa_verify.scenario import Round
 from dsa_verify.systems import get_system
-from fuzz.boundaries import Boundary, boundaries, boundary_lengths, marks, per_request
+from fuzz.boundaries import Boundary, boundaries, boundary_lengths, full_rows, marks, totals
 from fuzz.limits import adds_draft
 
 Array = npt.NDArray[np.int64]
@@ -51,7 +51,7 @@ class Quantity:
 
     `amounts` int64 [context + 1]: tokens (or whatever is counted) of a request of each length. `step`: of these, after
     which the fields gain an element. `limits`: ascending; an amount up to limits[i] is in bands[i], more in the last
-    one. `whole`: looked at as the sum over the batch, pad rows included, instead of row by row.
+    one. `whole`: looked at as the total of the batch, pad rows included, instead of row by row; without amounts.
     """
 
     name: str
@@ -147,14 +147,23 @@ class Coverage:
         lengths = np.full(bucket, seq_len_fill(self.system, self.geometry), np.int64)
         lengths[:raw] = round_.seq_lens
         lives = requests >= 0
-        totals = (quantity.band(quantity.amounts[lengths].sum(keepdims=True)) for quantity in self._wholes)
         return _Before(
             requests=requests,
             generations=np.where(lives, self._generations[requests], -1),
             lengths=lengths,
             bands=np.where(lives, self._band[:, lengths], 0),
-            totals=tuple(int(total[0]) for total in totals),
+            totals=tuple(self._total_band(quantity, round_) for quantity in self._wholes),
         )
+
+    def _total_band(self, quantity: Quantity, round_: Round) -> int:
+        """Of a whole quantity, pad rows included."""
+        if quantity.name == "sum":
+            pads = round_.bucket - round_.raw_batch
+            total = sum(round_.seq_lens) + pads * seq_len_fill(self.system, self.geometry)
+        else:
+            tiles, long_rows = totals(round_, self.system, self.geometry)
+            total = tiles if quantity.name == "tiles" else next(iter(long_rows.values()))
+        return int(quantity.band(np.array(total)))
 
     def _observe_rows(self, before: _Before, now: _Before) -> None:
         np.add.at(self._pairs, (self._which, before.bands, now.bands), 1)
@@ -225,8 +234,10 @@ class Coverage:
 
     def _total_bands(self, quantity: Quantity, bucket: int) -> set[int]:
         """The bands that a round of `bucket` can reach, taking it that every total between least and most can be."""
-        amounts = quantity.amounts[[self.candidates[0], self.candidates[-1]]]
-        least, most = quantity.band(amounts * bucket).tolist()
+        rows = full_rows(self.system, self.geometry, bucket)
+        full = Round(bucket=bucket, seq_lens=(), requests=(1,) * bucket, verify_lens=rows)
+        ends = [(int(self.candidates[end]),) * bucket for end in (0, -1)]
+        least, most = (self._total_band(quantity, dataclasses.replace(full, seq_lens=lens)) for lens in ends)
         return set(range(least, most + 1))
 
     def never_visited(self) -> list[Key]:
@@ -323,10 +334,8 @@ def _quantity(way: tuple[object, ...], group: Sequence[Field], system: str, geom
         ends, last = [(0, "none"), (1, "one")], "several"
     elif what == "tiles":
         count = geometry.multiprocessors
-        amounts = per_request(system, geometry).tiles
         ends, last = [(count - 1, "fewer than SMs"), (count, "as many as SMs"), (2 * count, "up to twice")], "more"
     elif what == "long rows":
-        amounts = next(iter(per_request(system, geometry).long_rows.values()))
         ends, last = [(0, "none"), (1, "one")], "several"
     elif what == "sum":
         ends = [(geometry.page_size, "up to a page"), (geometry.context, "up to a context")]
@@ -340,7 +349,7 @@ def _quantity(way: tuple[object, ...], group: Sequence[Field], system: str, geom
     return Quantity(
         name=name,
         fields=tuple(field.name for field in group),
-        amounts=amounts,
+        amounts=lengths[:0] if whole else amounts,
         step=step,
         limits=limits,
         bands=(*bands, last),

@@ -8,7 +8,7 @@ from typing import Any
 from dsa_verify.geometry import Geometry
 from dsa_verify.matrix import shortest_seq_len
 from dsa_verify.scenario import Round
-from fuzz.boundaries import ONE_TWICE, OTHER_PAGES, Boundary, Kind, lengths_of_total
+from fuzz.boundaries import ONE_TWICE, OTHER_PAGES, Boundary, Kind, full_rows, lengths_of_total
 from fuzz.limits import undefined_when_empty
 
 
@@ -33,6 +33,8 @@ def hold(boundary: Boundary, base: Round, system: str, geometry: Geometry) -> Ro
             lengths = [0 if place in places else max(length, 1) for place, length in enumerate(lengths)]
         case Kind.TILES | Kind.LONG_ROWS:
             lengths = list(lengths_of_total(boundary, system, geometry) or lengths)
+            if base.verify_lens is not None:
+                changes["verify_lens"] = full_rows(system, geometry, base.bucket)
         case Kind.WRITE:
             pools = (geometry.context - shortest_seq_len(system, geometry) - boundary.value) // geometry.pool_size
             lengths[-1] = shortest_seq_len(system, geometry) + boundary.value + pools // 2 * geometry.pool_size
