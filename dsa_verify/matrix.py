@@ -23,6 +23,7 @@ from dsa_verify.rounds import PAD_REQUEST, Array, RoundTable, complete_table, se
 from dsa_verify.scenario import POISONS, SEED_LIMIT, Round, drawn_lens, pooled_indexer
 from dsa_verify.schedules import VARIANTS, Placement
 from dsa_verify.systems import System
+from dsa_verify.topk_plan_rules import PLAN_RULES
 
 BATCHES: Final = (1, 4, 16, 48)
 DRAFTS: Final = (2, 4, 6, 8)
@@ -161,6 +162,9 @@ def boundaries(geometry: Geometry) -> Array:
     width = geometry.columns
     centres = [page, 2 * page, page * pool, 2 * page * pool, 128, 256, 384, 512, topk, topk + pool, width, width - n]
     centres += [LONG_LENGTH, geometry.context]
+    if geometry.indexer:
+        thresholds = [threshold for threshold, _ in PLAN_RULES[geometry.plan_rules].thresholds]
+        centres += [*thresholds, *((threshold + 1) * pool for threshold in thresholds)]
     around = {centre + step for centre in centres for step in (-2, -1, 0, 1, 2)} | {0, 1, 2, 3, n, pool - 1, pool}
     return np.array(sorted(value for value in around if 0 <= value <= geometry.context), np.int64)
 
@@ -237,7 +241,8 @@ def _script_lengths(i: int, raw: int, values: Array, context: int) -> Array:
     if i == 12:
         return np.zeros(raw, np.int64)
     step = i if i < 9 else abs(SCRIPTED_ROUNDS - i)
-    return np.where(row == _in_turn((1, 6, 10), i, raw), 0, values[(step * 5 + row * 7) % len(values)])
+    apart = next(stride for stride in (7, 11, 13) if len(values) % stride)  # else a batch walks past most of them
+    return np.where(row == _in_turn((1, 6, 10), i, raw), 0, values[(step * 5 + row * apart) % len(values)])
 
 
 def _in_turn(rounds: tuple[int, int, int], i: int, raw: int) -> int:

@@ -31,6 +31,7 @@ from dsa_verify.rounds import RoundTable, tabulate
 from dsa_verify.scenario import POISONS, Round, parse_case
 from dsa_verify.subject import Buffers, Inputs
 from dsa_verify.systems import SYSTEMS, System
+from dsa_verify.topk_plan_rules import PLAN_RULES
 from dsa_verify.verify import Counts, verify_rounds
 
 # `padded` has a matrix of its own shape, see below.
@@ -299,6 +300,27 @@ def test_boundaries_are_legal_lengths():
         assert values[0] == 0
         assert values[-1] == geometry.context
         assert (np.diff(values) > 0).all()
+
+
+@pytest.mark.parametrize("preset", ["deepseek_v32_indexer", "glm53_flash", "tiny_pool"])
+def test_boundaries_hold_the_thresholds_of_the_plans(preset: str):
+    """Also those of pooled plans, which are reached with as many pools."""
+    geometry = Geometry.resolve(preset)
+    values = set(boundaries(geometry).tolist())
+    for threshold, _ in PLAN_RULES[geometry.plan_rules].thresholds:
+        first_above = {threshold + 1, (threshold + 1) * geometry.pool_size}
+        wanted = {length + step for length in first_above for step in (-1, 0)} | {threshold - 1}
+        assert {length for length in wanted if length <= geometry.context} <= values
+
+
+@systems
+@pytest.mark.parametrize("preset", [*PRESETS, "deepseek_v32_indexer", "tiny_pool"])
+def test_scripted_rounds_reach_all_boundaries(system: System, preset: str):
+    configs = matrix(system, preset)
+    seen = {length for config in configs for r in rounds_of(config) for length in r.seq_lens}
+    shortest = shortest_seq_len(system.name, configs[0].geometry)
+    wanted = {length for config in configs for length in boundaries(config.geometry).tolist() if length >= shortest}
+    assert wanted <= seen
 
 
 def test_companions_differ_from_their_bucket():
