@@ -22,7 +22,7 @@ from dsa_verify.ragged_rules import graph_tokens
 from dsa_verify.rounds import PAD_REQUEST, Array, RoundTable, complete_table, seq_len_fill, tabulate
 from dsa_verify.scenario import POISONS, SEED_LIMIT, Round, drawn_lens, pooled_indexer
 from dsa_verify.schedules import VARIANTS, Placement
-from dsa_verify.systems import System
+from dsa_verify.systems import OWN_TABLES, System
 from dsa_verify.topk_plan_rules import PLAN_RULES
 
 BATCHES: Final = (1, 4, 16, 48)
@@ -99,13 +99,16 @@ def diagnostic_matrix(
     captured). `rounds`: of each configuration, all scripted ones by default.
 
     Dtype and view of the inputs turn over the configurations, so that offset, strided and int32 inputs are part of
-    every matrix, unless they are among the `fixed` fields of `geometry`.
+    every matrix, unless they are among the `fixed` fields of `geometry`. In every fourth, page tables are narrower than
+    requests may be, which no more than fill them (contract 1.6), unless OWN_TABLES is `fixed`.
     """
     if "draft_tokens" in fixed:
         raise UsageError("draft_tokens: the matrix chooses it; give the draft lengths as drafts (--draft-tokens)")
     configs = []
     for i, (buckets, changes) in enumerate(_shapes(system, geometry, batches, drafts, fixed)):
         turning: dict[str, object] = {"input_view": _FORMS[i % 3], "index_dtype": _INDEX_DTYPES[i % 2]}
+        if (i - i // 4) % 4 == 1 and OWN_TABLES not in fixed:
+            turning["table_width"] = geometry.context * 2 // 3 | 1  # odd, so that no page and no block divides it
         if system.name == "dcp":
             turning |= {"dcp_size": DCP_SIZES[i % len(DCP_SIZES)], "log_base": LOG_BASES[i % 2]}
         turning["request_rows"] = max(geometry.request_rows, max(buckets) + 2)

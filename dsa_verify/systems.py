@@ -21,6 +21,9 @@ from dsa_verify.subject import Subject, SubjectFactory, load_attribute
 
 ENTRY_POINT_GROUP: Final = "dsa_verify.subjects"
 DEFAULT_SUBJECT: Final = "triton"
+# Among the settled fields of an engine's subject: its tables are as wide as its own code makes them. Not `table_width`
+# itself, which edges set.
+OWN_TABLES: Final = "tables of the engine's width"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +159,8 @@ def settled_geometry(
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Geometry, frozenset[str]]:
     """The geometry that a run of `subject` (a reference, a factory or None) starts from, and the fields of it that are
-    settled, so that no matrix turns them over: `settings`, and what an engine's subject asks for beside them.
+    settled, so that no matrix turns them over: `settings`, and what an engine's subject asks for beside them, with
+    OWN_TABLES.
 
     `preset` (None: that of the subject, else of the system) and `settings` are what the run says itself. UsageError
     for a wrong one.
@@ -166,7 +170,8 @@ def settled_geometry(
     presets = system.presets if engine is None or engine.presets is None else engine.presets
     if preset is None:
         preset = of_device(presets, device_type)
-    return Geometry.resolve(preset, wanted), frozenset(wanted)
+    fixed = frozenset(wanted) if engine is None else frozenset({*wanted, OWN_TABLES})
+    return Geometry.resolve(preset, wanted), fixed
 
 
 def subject_factory(system: System, reference: str | None) -> tuple[str, SubjectFactory]:

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import backend
 
+from dsa_verify.edges import SYSTEMS_WITH_EDGES, edges
+from dsa_verify.engines import EngineSubject, engine_subjects
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import INDEX_DTYPES, INPUT_VIEWS, PADDED_MODES, Geometry
 from dsa_verify.job import Job
@@ -30,7 +32,7 @@ from dsa_verify.pipelines.basic import Decode, DraftExtend
 from dsa_verify.rounds import RoundTable, tabulate
 from dsa_verify.scenario import POISONS, Round, parse_case
 from dsa_verify.subject import Buffers, Inputs
-from dsa_verify.systems import SYSTEMS, System
+from dsa_verify.systems import SYSTEMS, System, settled_geometry
 from dsa_verify.topk_plan_rules import PLAN_RULES
 from dsa_verify.verify import Counts, verify_rounds
 
@@ -56,6 +58,70 @@ def test_sixteen_configurations_of_seventeen_rounds(system: System):
     assert len({(config.buckets, config.geometry.draft_tokens) for config in configs}) == 16
     assert {config.geometry.input_view for config in configs} == set(INPUT_VIEWS)
     assert {config.geometry.index_dtype for config in configs} == set(INDEX_DTYPES)
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_every_fourth_configuration_has_tables_narrower_than_requests(name: str):
+    """Beside all forms of inputs, and of a width that no block divides."""
+    for preset in ("tiny_v4", "deepseek_v4") if name == "padded" else PRESETS[:2]:
+        configs = matrix(SYSTEMS[name], preset)
+        narrow = [config.geometry for config in configs if config.geometry.table_width]
+        assert len(narrow) == len(configs) / 4
+        for geometry in narrow:
+            assert geometry.columns < geometry.context
+            assert all(geometry.columns % block for block in (2, 64, 128))
+        assert {geometry.input_view for geometry in narrow} == set(INPUT_VIEWS)
+        assert {geometry.index_dtype for geometry in narrow} == set(INDEX_DTYPES)
+
+
+@pytest.mark.parametrize("subject", [*engine_subjects()], ids=lambda subject: subject.name)
+def test_tables_of_an_engine_are_as_wide_as_it_makes_them(subject: EngineSubject):
+    """And its edges, which say widths themselves, are those of any subject."""
+    system = SYSTEMS[subject.system]
+    geometry, fixed = settled_geometry(system, subject.name, "cpu")
+    assert not any(config.geometry.table_width for config in diagnostic_matrix(system, geometry, fixed=fixed))
+    if system.name in SYSTEMS_WITH_EDGES:
+        kinds = [edge.kind for edge in edges(system, geometry, seed=0, fixed=fixed)]
+        assert kinds == [edge.kind for edge in edges(system, geometry, seed=0, fixed=frozenset(subject.settings))]
+
+
+class NoClamp(Decode):
+    """Writes one column past a table that is narrower than the request."""
+
+    def in_graph(self) -> None:
+        super().in_graph()
+        table, inputs = self._buffers["page_table_1"], self._inputs
+        width = table.shape[1]
+        past = table.as_strided((len(table),), (table.stride(0),), table.storage_offset() + width)
+        slots = inputs.req_to_token[inputs.req_pool_indices.long(), width]
+        past.copy_(torch.where(inputs.seq_lens > width, slots, past))
+
+
+def test_a_write_past_a_narrow_table_is_found():
+    found = []
+    for config in matrix(SYSTEMS["decode"])[:3]:
+        job = Job.make(config.system, config.geometry, config.buckets, 0, NoClamp, None, backend())
+        found.append(bool(verify_rounds(job, config.chunks(), Counts(), folder=None)))
+    assert found == [False, True, False]
+
+
+OURS = [(name, subject) for name, system in SYSTEMS.items() for subject in system.subjects if subject != "deep_gemm"]
+
+
+@pytest.mark.parametrize("name, subject", OURS)
+def test_our_pipelines_keep_to_a_narrow_table(name: str, subject: str):
+    settings = {"table_width": 135, "indexer": name not in ("padded", "dcp"), "dcp_size": 2 if name == "dcp" else 1}
+    preset = SYSTEMS[name].preset("cpu")
+    for config in diagnostic_matrix(
+        SYSTEMS[name],
+        Geometry.resolve(preset, settings),
+        batches=[4],
+        drafts=[3] if SYSTEMS[name].drafts else None,
+        rounds=9,
+        fixed=frozenset(settings),
+    ):
+        job = Job.make(config.system, config.geometry, config.buckets, 0, subject, None, backend())
+        assert verify_rounds(job, config.chunks(), Counts(), folder=None) == []
 
 
 @systems
@@ -316,11 +382,16 @@ def test_boundaries_hold_the_thresholds_of_the_plans(preset: str):
 @systems
 @pytest.mark.parametrize("preset", [*PRESETS, "deepseek_v32_indexer", "tiny_pool"])
 def test_scripted_rounds_reach_all_boundaries(system: System, preset: str):
-    configs = matrix(system, preset)
-    seen = {length for config in configs for r in rounds_of(config) for length in r.seq_lens}
-    shortest = shortest_seq_len(system.name, configs[0].geometry)
-    wanted = {length for config in configs for length in boundaries(config.geometry).tolist() if length >= shortest}
-    assert wanted <= seen
+    """Those of narrow tables, which few configurations have, near the width alone."""
+    seen: dict[bool, set[int]] = {False: set(), True: set()}
+    wanted: dict[bool, set[int]] = {False: set(), True: set()}
+    for config in matrix(system, preset):
+        width = config.geometry.table_width
+        around = boundaries(config.geometry).tolist() if not width else (width - 1, width, width + 1)
+        wanted[width > 0] |= {length for length in around if length >= shortest_seq_len(system.name, config.geometry)}
+        seen[width > 0] |= {length for r in rounds_of(config) for length in r.seq_lens}
+    assert wanted[False] <= seen[False] | seen[True]
+    assert wanted[True] <= seen[True]
 
 
 def test_companions_differ_from_their_bucket():
