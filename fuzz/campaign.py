@@ -468,6 +468,8 @@ def run(
 
 def _entries(path: Path) -> tuple[dict[str, Any], ...]:
     entries = tuple(read_entries(path))
+    if not entries:
+        raise UsageError(f"{path}: holds no waiver; add one, or give --no-waivers instead")
     parse_ledger(entries, str(path))  # which names the file, where the plan would name its copy
     return entries
 

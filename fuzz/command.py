@@ -22,6 +22,7 @@ from dsa_verify.graphs import Backend, open_backend
 from dsa_verify.job import Job
 from dsa_verify.matrix import Config, diagnostic_matrix
 from dsa_verify.report import document
+from dsa_verify.report.files import write
 from dsa_verify.report.terminal import Terminal
 from dsa_verify.runs import Outcome, Run, open_run, status_of
 from dsa_verify.scenario import read_case
@@ -67,8 +68,6 @@ class Options:
 def run(options: Options, device: torch.device) -> int:
     """Do it all; returns the exit status. UsageError before anything has run."""
     backend = open_backend(device)
-    if options.json_path is not None and not options.json_path.parent.is_dir():
-        raise UsageError(f"{options.json_path}: the folder does not exist; create it")
     names = systems_to_run(options.systems, options.subject)
     plan = [(get_system(name), _configs(get_system(name), options, device)) for name in names]
     ledger = choose_ledger(options.waivers, options.no_waivers)
@@ -92,7 +91,7 @@ def run(options: Options, device: torch.device) -> int:
         terminal.verdict(runs, status)
     if options.json_path is not None:
         text = json.dumps({**document.of(runs, status), "fuzz": results}, indent=2)
-        options.json_path.write_text(text + "\n", encoding="utf-8")
+        return write(options.json_path, text + "\n", status)
     return status
 
 

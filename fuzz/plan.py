@@ -47,6 +47,8 @@ class Plan:
         for system in self.systems:
             _choice("systems", system, KNOWN_SYSTEMS)
             check_system(self.subject, system)
+        if self.subject == "":
+            raise UsageError("subject: empty; name a pipeline, or leave it out")
         if not self.systems or len(set(self.systems)) != len(self.systems):
             raise UsageError(f"systems: {list(self.systems)} must name at least one system, and each once")
         if self.preset is not None:

@@ -340,6 +340,7 @@ def test_a_plan_is_read_back_as_it_was(root: Path) -> None:
         ({"systems": ["decod"]}, "systems: 'decod' is unknown"),
         ({"batches": [True]}, "must hold int only"),
         ({"preset": "huge"}, "preset: 'huge' is unknown"),
+        ({"subject": ""}, "subject: empty; name a pipeline"),
     ],
 )
 def test_a_plan_is_read_strictly(change: dict[str, Any], words: str) -> None:
