@@ -233,7 +233,7 @@ def _both_ends(most: int) -> list[int]:
 
 
 def _script_lengths(i: int, raw: int, values: Array, context: int) -> Array:
-    """Round i's lengths: a walk up the boundaries, then down, with the extremes between them."""
+    """Round i's lengths: a walk up the boundaries from 1, then down, with the extremes between them."""
     row = np.arange(raw)
     if i == 3:
         return np.ones(raw, np.int64)
@@ -245,7 +245,7 @@ def _script_lengths(i: int, raw: int, values: Array, context: int) -> Array:
         return np.zeros(raw, np.int64)
     step = i if i < 9 else abs(SCRIPTED_ROUNDS - i)
     apart = next(stride for stride in (7, 11, 13) if len(values) % stride)  # else a batch walks past most of them
-    return np.where(row == _in_turn((1, 6, 10), i, raw), 0, values[(step * 5 + row * apart) % len(values)])
+    return np.where(row == _in_turn((1, 6, 10), i, raw), 0, values[(1 + step * 5 + row * apart) % len(values)])
 
 
 def _in_turn(rounds: tuple[int, int, int], i: int, raw: int) -> int:

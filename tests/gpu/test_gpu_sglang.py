@@ -142,8 +142,10 @@ def edges_of(name: str, kind: EdgeKind) -> list[Edge]:
 @pytest.mark.parametrize("kind", [EdgeKind.BATCH, EdgeKind.LONG])
 @pytest.mark.parametrize("name", BASIC)
 def test_the_fused_kernels_at_the_largest_batch_and_the_longest_requests(
-    name: str, kind: EdgeKind, schedules: None, much_memory: None
+    name: str, kind: EdgeKind, schedules: None, request: pytest.FixtureRequest
 ) -> None:
+    if kind is EdgeKind.BATCH:
+        request.getfixturevalue("much_memory")
     (edge,) = edges_of(name, kind)
     _skip_without_memory(edge)
     expect_equal(run_of(name, [edge.config]), edge.config.rounds)

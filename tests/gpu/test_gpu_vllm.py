@@ -77,8 +77,10 @@ def test_vllm_agrees_at_full_size(name: str) -> None:
 @subjects
 @pytest.mark.parametrize("kind", [EdgeKind.BATCH, EdgeKind.LONG])
 def test_vllm_agrees_at_the_largest_batch_and_the_longest_requests(
-    name: str, kind: EdgeKind, much_memory: None
+    name: str, kind: EdgeKind, request: pytest.FixtureRequest
 ) -> None:
+    if kind is EdgeKind.BATCH:
+        request.getfixturevalue("much_memory")
     system = SYSTEMS[SUBJECTS[name].system]
     geometry, fixed = settled_geometry(system, f"vllm:{name}", "cuda")
     (config,) = [edge.config for edge in edges(system, geometry, seed=0, fixed=fixed) if edge.kind is kind]

@@ -106,7 +106,8 @@ def survive(root: Path, most: int, draw: random.Random) -> int:
     kills, process = 0, start(root)
     try:
         while process.poll() is None:
-            time.sleep(draw.uniform(0.0, 0.8))
+            if kills:
+                time.sleep(draw.uniform(0.0, 0.8))
             while not kills and process.poll() is None and not in_flight(root):
                 time.sleep(0.01)  # the first of them while work is in flight, the others whenever they come
             if kills == most or process.poll() is not None:

