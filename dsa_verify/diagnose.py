@@ -16,9 +16,10 @@ from typing import Final
 import torch
 
 from dsa_verify import diagnose_dcp
-from dsa_verify.arena import GUARD_WORD
+from dsa_verify.arena import GUARD_WORD, far_stride
 from dsa_verify.contract import Compare, Field, Layout, Live, Row
 from dsa_verify.findings import Diagnosis
+from dsa_verify.geometry import FAR
 from dsa_verify.judge import Difference, Phase
 from dsa_verify.law_watch import law_of, scheduled
 from dsa_verify.laws import LawBreak
@@ -218,13 +219,14 @@ def explain_guard(difference: Difference, count: int) -> tuple[Diagnosis, str]:
     """Which field was overrun, on which side and by how much; `count`: words of this guard that changed."""
     after, before = difference.region.neighbours
     rows, words = difference.region.got.shape
-    if rows > 1 or after == before:
+    if after is not None and (rows > 1 or after == before):
         return (
             Diagnosis.PAST_THE_END,
             f"wrote {count * 4} bytes into the gap behind the rows of {after}, the first {difference.column * 4} bytes "
             f"beyond the end of row {difference.row}",
         )
-    from_start, to_end = difference.column * 4, (words - difference.column) * 4
+    from_start = (difference.row * words + difference.column) * 4
+    to_end = rows * words * 4 - from_start
     if before is None or (after is not None and from_start < to_end):
         return (
             Diagnosis.PAST_THE_END,
@@ -284,6 +286,19 @@ def _stands_for(evidence: Evidence, e: Element, row: int, column: int) -> bool:
     if not _is_table(e.field) or batch_row is None or column >= e.field.columns:
         return False
     return _owner(evidence, e, e.got) == (evidence.now.requests[batch_row], column * e.field.column_step)
+
+
+def _before_the_request_table(evidence: Evidence, e: Element) -> Explanation | None:
+    """Where request rows lie far apart (arena.InputMemory), what an offset finds that has wrapped."""
+    geometry, batch_row = evidence.layout.geometry, evidence.now.batch_row(e.field, e.row)
+    if geometry.input_view != FAR or not _is_table(e.field) or batch_row is None:
+        return None
+    request, stride = evidence.now.requests[batch_row], far_stride(geometry.request_rows)
+    lead = geometry.slots - 2
+    if request * stride < _INT32_END or e.got not in (lead, lead // e.field.column_step):
+        return None
+    text = f"that lies before the request table: row {request} times a stride of {stride} is {request * stride}, which "
+    return Diagnosis.WRONG_VALUE, f"{text}32 bits do not hold (contract 1.7)"
 
 
 def _other_request_in_table(evidence: Evidence, e: Element) -> Explanation | None:
@@ -497,6 +512,7 @@ def _owner(evidence: Evidence, e: Element, value: int) -> tuple[int, int] | None
 EXPLANATIONS: Final[tuple[Callable[[Evidence, Element], Explanation | None], ...]] = (
     _never_written,
     *diagnose_dcp.EXPLANATIONS,
+    _before_the_request_table,
     _rows_taken_for_adjacent,
     _other_request_in_table,
     _earlier_round,

@@ -14,8 +14,9 @@ from typing import Final
 import numpy as np
 import torch
 
+from dsa_verify.arena import FAR_ELEMENTS
 from dsa_verify.errors import UsageError
-from dsa_verify.geometry import MAX_BATCH, Geometry
+from dsa_verify.geometry import FAR, MAX_BATCH, Geometry
 from dsa_verify.layouts.mtp import destinations
 from dsa_verify.matrix import SCRIPTED_ROUNDS, Config, boundaries, shortest_seq_len, undefined_when_empty
 from dsa_verify.rounds import rows_per_request
@@ -29,6 +30,7 @@ EMPTY_BATCH: Final = 32
 # Of the largest batch. More rows would be too many for DeepGEMM's schedule (contract 3.6), wider ones too much memory.
 BATCH_DRAFT: Final = 2
 BATCH_CONTEXT: Final = 4096
+FAR_BATCH: Final = 8  # all requests that there are, so that each round has the last of them
 LONG_BATCH: Final = 3
 LONG_DRAFT: Final = 8
 WIDE_ELEMENTS: Final = 1 << 31
@@ -41,6 +43,7 @@ _WORKING_TABLES: Final = 4
 
 _OWN_WIDTHS: Final[dict[str, object]] = {"table_width": 0, "token_table_width": 0}  # as the context has them
 _A_MILLION: Final = _OWN_WIDTHS | {"context": MILLION, "request_rows": MILLION_REQUEST_ROWS}
+_FAR_ROWS: Final[dict[str, object]] = {"input_view": FAR, "index_dtype": "int32", "request_rows": FAR_BATCH + 1}
 _LARGEST: Final = _OWN_WIDTHS | {"context": BATCH_CONTEXT, "request_rows": MAX_BATCH + 2}
 
 
@@ -48,6 +51,7 @@ class EdgeKind(enum.Enum):
     GAP = "tables with a gap behind each row"
     BATCH = "the largest batch"
     LONG = "requests of a million tokens"
+    FAR = "request rows up to 2**31 elements apart"
     WIDE = "tables of more than 2**31 elements"
     EMPTY = "every length 0"  # a known defect may end the process here, so that nothing can run after it
 
@@ -56,6 +60,7 @@ _SHAPES: Final[tuple[tuple[EdgeKind, int, int, dict[str, object]], ...]] = (
     (EdgeKind.GAP, GAP_BATCH, WIDE_DRAFT, {"table_view": "strided"}),
     (EdgeKind.BATCH, MAX_BATCH, BATCH_DRAFT, _LARGEST),
     (EdgeKind.LONG, LONG_BATCH, LONG_DRAFT, _A_MILLION),
+    (EdgeKind.FAR, FAR_BATCH, WIDE_DRAFT, _FAR_ROWS),
 )
 
 
@@ -136,7 +141,7 @@ def _live_to_the_end(geometry: Geometry, batch: int) -> tuple[Round, ...]:
 
 
 def _edge(kind: EdgeKind, system: System, geometry: Geometry, batch: int, seed: int) -> Edge:
-    if geometry.request_rows != MILLION_REQUEST_ROWS:
+    if kind is EdgeKind.GAP:
         geometry = geometry.replace(request_rows=max(geometry.request_rows, batch + 2))
     rounds = SCRIPTED_ROUNDS if kind in (EdgeKind.BATCH, EdgeKind.LONG) else ROUNDS
     config = Config(system=system, geometry=geometry, buckets=(batch,), rounds=rounds, seed=seed, note=kind.value)
@@ -144,6 +149,8 @@ def _edge(kind: EdgeKind, system: System, geometry: Geometry, batch: int, seed: 
         return Edge(kind=kind, config=config)
     copies = destinations(geometry) if system.name == "mtp" else 1
     elements = batch * _rows_per_request(system, geometry) * geometry.columns
+    if kind is EdgeKind.FAR:
+        elements = FAR_ELEMENTS
     return Edge(kind=kind, config=config, device_bytes=(2 * 2 * copies + _WORKING_TABLES) * elements * 4)
 
 

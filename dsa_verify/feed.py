@@ -16,7 +16,7 @@ import torch
 
 from dsa_verify.arena import Guard, InputMemory
 from dsa_verify.expand import expansion
-from dsa_verify.geometry import DISJOINT_GENERATIONS, Geometry
+from dsa_verify.geometry import DISJOINT_GENERATIONS, FAR, Geometry
 from dsa_verify.regions import Control
 from dsa_verify.registry import BufferRegistry
 from dsa_verify.rounds import PAD_REQUEST, PAGE_ID_MULTIPLIER, RoundTable, token_capacity
@@ -197,8 +197,9 @@ class Feed:
 
     def _inputs(self, system: str, memory: InputMemory, form: str) -> Inputs:
         geometry = self.geometry
+        of_batch = "plain" if form == FAR else form
         tensors = {
-            spec.name: memory.tensor(spec.name, spec.shape(self.widest), _DTYPES[spec.dtype], form, spec.high - 1)
+            spec.name: memory.tensor(spec.name, spec.shape(self.widest), _DTYPES[spec.dtype], of_batch, spec.high - 1)
             for spec in self._specs
         }
         if system == "padded":

@@ -22,6 +22,8 @@ MAX_SLOTS: Final = 1 << 31
 MIN_DRAFT_STEPS, MAX_DRAFT_STEPS = 2, 8
 INDEX_DTYPES: Final = ("int64", "int32")
 INPUT_VIEWS: Final = ("plain", "offset", "strided")
+# A request table whose last row begins at element 2**31: 17 GiB, so of edges only.
+FAR: Final = "far"
 TABLE_VIEWS: Final = ("plain", "strided")
 TABLE_GAP: Final = 64  # elements behind each row of a strided table
 PADDED_MODES: Final = ("decode", "verify", "draft_block", "draft_extend")
@@ -41,7 +43,8 @@ class Geometry:
     `first_page`: the lowest page id that a request may hold, page 0 being the pad request's; a large pool's ids cost
     no memory but in the pools of dcp.
     `architecture`: 90 or 100, which decides the form of `paged_mqa_ctx_lens_2d` (contract 1.2).
-    `index_dtype`: dtype of `seq_lens` and `req_pool_indices`. `input_view`: how the input tensors lie in memory.
+    `index_dtype`: dtype of `seq_lens` and `req_pool_indices`. `input_view`: how the input tensors lie in memory;
+    "far" takes 17 GiB, for a request table whose last row begins at element 2**31.
     `table_view`: how the page tables that a subject is given lie: rows adjacent, or "strided" with a guarded gap
     behind each; engines have them adjacent, and a copy may ask for it (contract 2.2).
     `wide_table`: whether `page_table_1` exists (contract 1.5).
@@ -196,7 +199,7 @@ class Geometry:
                 raise UsageError(f"{where}{name}: {value} is not a power of two; use 1, 2, 4, ...")
         named: tuple[tuple[str, Iterable[str]], ...] = (
             ("index_dtype", INDEX_DTYPES),
-            ("input_view", INPUT_VIEWS),
+            ("input_view", (*INPUT_VIEWS, FAR)),
             ("table_view", TABLE_VIEWS),
             ("schedule", VARIANTS),
             ("plan_rules", PLAN_RULES),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dsa_verify.compilations import count_compilations
+from dsa_verify.edges import EdgeKind, edges
 from dsa_verify.findings import Finding
 from dsa_verify.geometry import Geometry
 from dsa_verify.graphs import open_backend
@@ -178,3 +179,13 @@ def test_the_compilations_of_another_form_are_counted():
     before = compiled()
     job_of("decode", Geometry.resolve("deepseek_v32", {"context": 640, "page_size": 2, "topk": 77}), (3,)).open(1)
     assert compiled() > before
+
+
+@systems
+def test_request_rows_that_are_far_apart(system: str, much_memory: None):
+    """Contract 1.7: int32 request indices times a row stride that takes the last row to element 2**31."""
+    geometry = Geometry.resolve(SYSTEMS[system].preset("cuda"))
+    found = edges(SYSTEMS[system], geometry, seed=0, fixed=frozenset())
+    (config,) = [edge.config for edge in found if edge.kind is EdgeKind.FAR]
+    job, counts = job_of(system, config.geometry, config.buckets), Counts()
+    expect_clean(verify_rounds(job, config.chunks(), counts, folder=None), counts, config.rounds)

@@ -12,7 +12,9 @@ import pytest
 import torch
 from support import DEVICE, EagerDecode, backend, small
 
+from dsa_verify import arena as arena_module
 from dsa_verify import cli
+from dsa_verify import diagnose as diagnose_module
 from dsa_verify.arena import GUARD_WORD, Arena
 from dsa_verify.edges import SYSTEMS_WITH_EDGES, Edge, EdgeKind, edges, why_not_here
 from dsa_verify.errors import DeviceLost, UsageError
@@ -25,11 +27,13 @@ from dsa_verify.scenario import read_case
 from dsa_verify.systems import SYSTEMS, get_system
 
 CPU = torch.device("cpu")
+FAR = EdgeKind.FAR
 NOT_ON_A_CPU = [
     f"{what}: on a CUDA device only, an interpreter would take too long"
     for what in (
         "the largest batch",
         "requests of a million tokens",
+        "request rows up to 2**31 elements apart",
         "tables of 2049 x 1048576, more than 2**31 elements",
     )
 ]
@@ -121,6 +125,64 @@ def test_the_widest_tables_are_live_beyond_element_2_31(system: str) -> None:
     assert [edge.config.geometry.draft_steps for edge in wide] == ([2, 4] if system == "mtp" else [4])
 
 
+@pytest.fixture
+def short_integers(monkeypatch: pytest.MonkeyPatch) -> int:
+    """The number at which they wrap to its negative, so that what 32 bits do not hold fits a test."""
+    limit = 1 << 13
+    monkeypatch.setattr(arena_module, "FAR_ELEMENTS", limit)
+    monkeypatch.setattr(arena_module, "_LEAD_COLUMNS", 64)
+    monkeypatch.setattr(diagnose_module, "_INT32_END", limit)
+    return limit
+
+
+def far_edge() -> Config:
+    (edge,) = (edge for edge in edges(get_system("decode"), small(), seed=0, fixed=frozenset()) if edge.kind is FAR)
+    return edge.config
+
+
+def test_our_own_pipelines_reach_request_rows_that_are_far_apart(short_integers: int) -> None:
+    config = far_edge()
+    assert (config.geometry.input_view, config.geometry.index_dtype) == ("far", "int32")
+    run = run_of(config)
+    assert [finding.sentence for finding in run.findings] == []
+    assert run.counts.rounds_checked == 3
+
+
+def test_an_offset_of_a_request_row_that_wraps_is_named(short_integers: int) -> None:
+    class Wraps(EagerDecode):
+        def in_graph(self) -> None:
+            super().in_graph()
+            table, requests = self.inputs.req_to_token, self.inputs.req_pool_indices.long()
+            offsets = requests * table.stride(0)
+            offsets = torch.where(offsets >= short_integers, offsets - 2 * short_integers, offsets)
+            first = table.storage_offset() - short_integers
+            memory = table.as_strided((2 * short_integers,), (1,), first)
+            columns = torch.arange(self.out["page_table_1"].shape[1], device=table.device)
+            read = memory[(short_integers + offsets)[:, None] + columns]
+            live = columns < self.inputs.seq_lens[:, None]
+            self.out["page_table_1"].copy_(torch.where(live, read, self.out["page_table_1"]))
+
+    run = run_of(far_edge(), Wraps)
+    (finding,) = run.findings
+    assert (finding.field, finding.diagnosis) == ("page_table_1", Diagnosis.WRONG_VALUE)
+    assert finding.sentence.endswith(
+        "that lies before the request table: row 8 times a stride of 1024 is 8192, which 32 bits do not hold "
+        "(contract 1.7)"
+    )
+
+
+def test_what_is_written_before_a_far_request_table_is_seen(short_integers: int) -> None:
+    class Writes(EagerDecode):
+        def in_graph(self) -> None:
+            super().in_graph()
+            table = self.inputs.req_to_token
+            table.as_strided((4,), (1,), table.storage_offset() - 100).fill_(-5)
+
+    run = run_of(far_edge(), Writes)
+    assert {finding.diagnosis for finding in run.findings} == {Diagnosis.BEFORE_THE_START}
+    assert run.counts.guard_hits > 0
+
+
 def test_a_batch_wider_than_the_requests_has_pads() -> None:
     """As the widest tables need it: their requests would need more slots than there are."""
     config = Config(system=get_system("decode"), geometry=small(request_rows=5), buckets=(12,), rounds=3, seed=0)
@@ -135,10 +197,11 @@ def test_what_a_run_settles_itself_is_not_overridden() -> None:
     assert notes == [
         "the largest batch",
         "requests of a million tokens",
+        "request rows up to 2**31 elements apart",
         "tables of 2049 x 1048576, more than 2**31 elements",
     ]
     notes = [edge.config.note for edge in edges(system, geometry, seed=0, fixed=frozenset({"context"}))]
-    assert notes == ["tables with a gap behind each row"]
+    assert notes == ["tables with a gap behind each row", "request rows up to 2**31 elements apart"]
 
 
 def empty_edge(system: str) -> Edge:
@@ -217,9 +280,9 @@ def test_a_system_without_page_tables_of_its_own_has_no_edges() -> None:
 
 
 def test_what_a_machine_cannot_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    gap, batch, long, wide = edges(get_system("decode"), Geometry.resolve("tiny"), seed=0, fixed=frozenset())
+    gap, batch, long, far, wide = edges(get_system("decode"), Geometry.resolve("tiny"), seed=0, fixed=frozenset())
     assert why_not_here(gap, CPU) is None
-    assert [why_not_here(edge, CPU) for edge in (batch, long, wide)] == NOT_ON_A_CPU
+    assert [why_not_here(edge, CPU) for edge in (batch, long, far, wide)] == NOT_ON_A_CPU
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 << 30, 139 << 30))
     why = why_not_here(wide, torch.device("cuda", 0))
     assert why is not None
