@@ -180,6 +180,7 @@ def test_a_batch_that_is_empty_throughout_ends_the_process(name: str, schedules:
 
     command = [sys.executable, "-m", "dsa_verify.cli", "replay", "--device", "cuda", "--findings", str(tmp_path)]
     options = [f"--subject=sglang:{name}", "--edges", "--batch", "1", "--rounds", "1", "--set", "context=8192"]
+    options += ["--set", "input_view=plain"]  # of the edges only this is left, and the gap
     case: list[str] = []
     for arguments in (options, case):
         done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300, check=False)
@@ -187,6 +188,16 @@ def test_a_batch_that_is_empty_throughout_ends_the_process(name: str, schedules:
         assert "32 requests of length 0" in " ".join((done.stdout + done.stderr).split())
         case += sorted(map(str, tmp_path.glob("device-lost-*.json")))[:1]
     assert len(read_case(Path(case[0])).rounds) == 1
+
+
+@pytest.mark.parametrize("name", BASIC)
+def test_int32_request_indices_are_multiplied_in_32_bits(name: str, much_memory: None) -> None:
+    """Contract 1.7."""
+    (edge,) = edges_of(name, EdgeKind.FAR)
+    _skip_without_memory(edge)
+    run = run_of(name, [edge.config])
+    assert {finding.field for finding in run.findings} == {"page_table_1", "real_page_table"}
+    assert all("which 32 bits do not hold (contract 1.7)" in finding.sentence for finding in run.findings)
 
 
 @pytest.mark.parametrize("name", BASIC)
