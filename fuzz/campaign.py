@@ -456,6 +456,8 @@ def run(
     if not timeout_s > 0:
         raise UsageError(f"--timeout: {timeout_s:g} is not above 0; a shard is silent while it captures and compiles")
     budget_s = parse_time(budget or DEFAULT_BUDGET) if budget or max_rounds is None else None
+    if not (root / PLAN_FILE).exists():
+        Plan(**{**DEFAULTS, **settled}).check()  # a wrong one leaves no folder behind
     with held(root / LOCK_FILE):  # two that are begun at once must not both write it
         plan = settle_plan(root, settled, DEFAULTS)
     limits = Limits(budget_s=budget_s, max_rounds=max_rounds, timeout_s=timeout_s)

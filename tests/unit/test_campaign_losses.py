@@ -184,6 +184,12 @@ def test_a_plan_is_settled_by_one_campaign_at_a_time(tmp_path: Path) -> None:
     assert not (root / "campaign.json").exists()
 
 
+def test_a_plan_that_is_wrong_leaves_no_folder(tmp_path: Path) -> None:
+    result = command(str(tmp_path / "campaign"), "--systems", "decod")
+    assert "systems: 'decod' is unknown" in str(result.exception)
+    assert not (tmp_path / "campaign").exists()
+
+
 # Deaths --------------------------------------------------------------------------------------------------------------
 
 
