@@ -150,9 +150,8 @@ _output_options = _options(
 @click.option(
     "--edges",
     is_flag=True,
-    help="Beside the matrix: tables with a gap behind each row, 16,384 requests, a million tokens, request "
-    "rows 2**31 elements apart, tables of more "
-    "than 2**31 elements, 32 empty requests.",
+    help="Beside the matrix: tables with a gap behind each row, 16,384 requests, a million tokens, request rows 2**31 "
+    "elements apart, tables of more than 2**31 elements, 32 empty requests.",
 )
 @click.option("--keep-going", is_flag=True, help="Go on to the next configuration after a finding.")
 @click.option("--junit", "junit_path", type=_FILE, help="Write JUnit XML there.")
