@@ -1,5 +1,4 @@
-"""Arena: the output buffers of all buckets of one side, guarded, poisonable and at addresses that never change; and
-InputMemory, which guards the inputs.
+"""Arena: the output buffers of all buckets of one side, guarded, poisonable and at addresses that never change.
 
 All buffers lie in one slab with a guard between each two, so that a write past a buffer lands in bytes the judge
 looks at, whatever allocator the device has. Buffers of shared fields exist once, for the widest bucket, and every
@@ -16,18 +15,11 @@ from typing import Final
 import torch
 
 from dsa_verify.contract import DTYPE_BYTES, Field, Layout
-from dsa_verify.geometry import FAR
 from dsa_verify.subject import Buffers
 
 GUARD_BYTES: Final = 4096
 ALIGNMENT_BYTES: Final = 512
 GUARD_WORD: Final = -0x38383839  # int32 of 0xC7C7C7C7: no legal value, and not a poison
-_STRIDE: Final = 2  # of a strided input view
-_OFFSET: Final = 1  # elements before an offset view: less than the 16 bytes that compilers hope for
-_ROW_SLACK: Final = 64  # columns that a strided row has beyond its width
-# Elements before a far table, which its reader finds there whose offset has wrapped; and where its last row begins.
-FAR_ELEMENTS: Final = 1 << 31
-_LEAD_COLUMNS: Final = 1 << 20
 TORCH_DTYPES: Final = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
 
 
@@ -70,24 +62,6 @@ class Identity:
                 shown = (f"{old:#x}", f"{new:#x}") if name in ("pointer", "storage") else (old, new)
                 return f"{name} {shown[0]} became {shown[1]}"
         return ""
-
-
-def no_view(field: Field, tensor: torch.Tensor, owner: torch.Tensor | None) -> str:
-    """What tells `tensor`, of the shape of `field`, from a view of `owner` in that shape; empty if nothing does, or if
-    `owner` has other elements."""
-    if owner is None or owner.numel() != tensor.numel():
-        return ""
-    if tensor.data_ptr() != owner.data_ptr():
-        return f"must share its memory with {field.alias}"
-    try:
-        view = owner.view(field.shape)
-    except RuntimeError:
-        return f"must be a view of {field.alias}, whose strides {list(owner.stride())} allow none of this shape"
-    # Nobody steps along a dimension of one element.
-    steps = [i for i, size in enumerate(field.shape) if size > 1]
-    if all(tensor.stride(i) == view.stride(i) for i in steps):
-        return ""
-    return f"has strides {list(tensor.stride())}, as a view of {field.alias} it must have {list(view.stride())}"
 
 
 class Arena:
@@ -146,59 +120,6 @@ class Arena:
 
     def _window(self, start: int, stop: int) -> torch.Tensor:
         return self.words[start // 4 : stop // 4]
-
-
-def far_stride(rows: int) -> int:
-    """Elements from one of `rows` rows of a far table to the next."""
-    return -(-FAR_ELEMENTS // max(rows - 1, 1))
-
-
-class InputMemory:
-    """Zeroed tensors on `device`, each with guards around it, and in the gaps of a strided one.
-
-    A gap holds a legal value: a subject that takes elements for adjacent reads it, and must be wrong rather than lost.
-    What lies before a far table holds the one below it.
-    """
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._gaps: list[tuple[torch.Tensor, int]] = []
-        self.guards: list[Guard] = []
-
-    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, form: str, legal: int) -> torch.Tensor:
-        """In the form of the input view `form`. Of a matrix the rows are whole, with a gap of `legal` behind each where
-        it is strided; what has more dimensions is always plain."""
-        rows, width, gap, edge, lead = shape[0], math.prod(shape[1:]), 0, GUARD_BYTES // dtype.itemsize, 0
-        if form == "strided" and len(shape) <= 2:
-            gap = _STRIDE - 1 if len(shape) == 1 else _ROW_SLACK
-        if form == FAR and len(shape) == 2:
-            gap, lead = max(far_stride(rows) - width, _ROW_SLACK), FAR_ELEMENTS
-        edge_end = edge + (_OFFSET if form == "offset" and len(shape) <= 2 else 0)
-        start = edge_end + lead
-        stop = start + rows * (width + gap)
-        memory = torch.zeros(stop + edge, dtype=dtype, device=self._device)
-        if lead:
-            self._fill(name, memory[edge_end:start].view(-1, _LEAD_COLUMNS), legal - 1, after=None)
-        for part, after, before in ((memory[:edge_end], None, name), (memory[stop:], name, None)):
-            words = part.view(torch.int32)
-            self.guards.append(Guard(words=words.fill_(GUARD_WORD), after=after, before=before))
-        if not gap:
-            return memory[start:stop].view(shape)
-        whole = memory[start:stop].view(rows, width + gap)
-        self._fill(name, whole[:, width:], legal, after=name)
-        return whole[:, 0] if len(shape) == 1 else whole[:, :width]
-
-    def _fill(self, name: str, part: torch.Tensor, legal: int, *, after: str | None) -> None:
-        """Guard the rows of `part`, which hold `legal`."""
-        self._gaps.append((part, legal))
-        want = torch.full((part.shape[1],), legal, dtype=part.dtype, device=self._device).view(torch.int32)
-        words = part.view(torch.int32)
-        self.guards.append(Guard(words=words, after=after, before=name, want=want.expand(len(words), -1)))
-
-    def reset_gaps(self) -> None:
-        """Asynchronous and capturable."""
-        for gap, legal in self._gaps:
-            gap.fill_(legal)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,10 +16,11 @@ from typing import Final
 import torch
 
 from dsa_verify import diagnose_dcp
-from dsa_verify.arena import GUARD_WORD, far_stride
+from dsa_verify.arena import GUARD_WORD
 from dsa_verify.contract import Compare, Field, Layout, Live, Row
 from dsa_verify.findings import Diagnosis
 from dsa_verify.geometry import FAR
+from dsa_verify.input_memory import far_stride
 from dsa_verify.judge import Difference, Phase
 from dsa_verify.law_watch import law_of, scheduled
 from dsa_verify.laws import LawBreak
@@ -289,7 +290,7 @@ def _stands_for(evidence: Evidence, e: Element, row: int, column: int) -> bool:
 
 
 def _before_the_request_table(evidence: Evidence, e: Element) -> Explanation | None:
-    """Where request rows lie far apart (arena.InputMemory), what an offset finds that has wrapped."""
+    """Where request rows lie far apart (input_memory.py), what an offset finds that has wrapped."""
     geometry, batch_row = evidence.layout.geometry, evidence.now.batch_row(e.field, e.row)
     if geometry.input_view != FAR or not _is_table(e.field) or batch_row is None:
         return None

@@ -1,6 +1,5 @@
-"""Edges: configurations beside the diagnostic matrix, at the edge of what a copy or a kernel may be asked for: page
-tables with a gap behind each row, the largest batch, the longest requests, page tables that are live beyond element
-2**31, and a batch that is empty throughout, for which a schedule may be undefined (contract 1.7, 2.2, 3.6, 10).
+"""Edges: configurations beside the diagnostic matrix, at the edge of what a copy or a kernel may be asked for (contract
+1.7, 2.2, 3.6, 10); EdgeKind says which.
 
 Engines keep within them, so the matrix does; whoever changes a table's width or a batch wants to know what happens.
 """
@@ -14,9 +13,9 @@ from typing import Final
 import numpy as np
 import torch
 
-from dsa_verify.arena import FAR_ELEMENTS
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import FAR, MAX_BATCH, Geometry
+from dsa_verify.input_memory import FAR_ELEMENTS
 from dsa_verify.layouts.mtp import destinations
 from dsa_verify.matrix import SCRIPTED_ROUNDS, Config, boundaries, shortest_seq_len, undefined_when_empty
 from dsa_verify.rounds import rows_per_request
@@ -40,6 +39,7 @@ MILLION: Final = 1 << 20
 MILLION_REQUEST_ROWS: Final = 17
 # Beside the buffers of both sides, twice, as a finding is confirmed on new ones: a record, and what a diagnosis makes.
 _WORKING_TABLES: Final = 4
+_FAR_MEMORIES: Final = 5  # of FAR_ELEMENTS: two for each of two request tables, and what lies between their rows
 
 _OWN_WIDTHS: Final[dict[str, object]] = {"table_width": 0, "token_table_width": 0}  # as the context has them
 _A_MILLION: Final = _OWN_WIDTHS | {"context": MILLION, "request_rows": MILLION_REQUEST_ROWS}
@@ -48,6 +48,8 @@ _LARGEST: Final = _OWN_WIDTHS | {"context": BATCH_CONTEXT, "request_rows": MAX_B
 
 
 class EdgeKind(enum.Enum):
+    """In the order in which they are run."""
+
     GAP = "tables with a gap behind each row"
     BATCH = "the largest batch"
     LONG = "requests of a million tokens"
@@ -66,7 +68,7 @@ _SHAPES: Final[tuple[tuple[EdgeKind, int, int, dict[str, object]], ...]] = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """`device_bytes`: what the largest tables take; 0 where that is nothing to speak of."""
+    """One of them. `device_bytes`: what the largest tables take; 0 where that is nothing to speak of."""
 
     kind: EdgeKind
     config: Config
@@ -145,13 +147,17 @@ def _edge(kind: EdgeKind, system: System, geometry: Geometry, batch: int, seed: 
         geometry = geometry.replace(request_rows=max(geometry.request_rows, batch + 2))
     rounds = SCRIPTED_ROUNDS if kind in (EdgeKind.BATCH, EdgeKind.LONG) else ROUNDS
     config = Config(system=system, geometry=geometry, buckets=(batch,), rounds=rounds, seed=seed, note=kind.value)
+    return Edge(kind=kind, config=config, device_bytes=_device_bytes(kind, system, geometry, batch))
+
+
+def _device_bytes(kind: EdgeKind, system: System, geometry: Geometry, batch: int) -> int:
     if kind is EdgeKind.GAP:
-        return Edge(kind=kind, config=config)
+        return 0
+    if kind is EdgeKind.FAR:
+        return _FAR_MEMORIES * FAR_ELEMENTS * 4
     copies = destinations(geometry) if system.name == "mtp" else 1
     elements = batch * _rows_per_request(system, geometry) * geometry.columns
-    if kind is EdgeKind.FAR:
-        elements = FAR_ELEMENTS
-    return Edge(kind=kind, config=config, device_bytes=(2 * 2 * copies + _WORKING_TABLES) * elements * 4)
+    return (2 * 2 * copies + _WORKING_TABLES) * elements * 4
 
 
 def _rows_per_request(system: System, geometry: Geometry) -> int:

@@ -14,9 +14,10 @@ from typing import Final
 import numpy as np
 import torch
 
-from dsa_verify.arena import Guard, InputMemory
+from dsa_verify.arena import Guard
 from dsa_verify.expand import expansion
 from dsa_verify.geometry import DISJOINT_GENERATIONS, FAR, Geometry
+from dsa_verify.input_memory import InputMemory
 from dsa_verify.regions import Control
 from dsa_verify.registry import BufferRegistry
 from dsa_verify.rounds import PAD_REQUEST, PAGE_ID_MULTIPLIER, RoundTable, token_capacity

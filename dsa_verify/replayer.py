@@ -19,7 +19,7 @@ from typing import Final
 import torch
 
 from dsa_verify.allocations import Allocations
-from dsa_verify.arena import TORCH_DTYPES, Arena, Identity, no_view
+from dsa_verify.arena import Arena, Identity
 from dsa_verify.canonical import CanonicalClose, CanonicalItems, canonical
 from dsa_verify.compilations import count_compilations
 from dsa_verify.contract import Compare, Layout, Row
@@ -39,8 +39,8 @@ from dsa_verify.graphs import Backend, Graph
 from dsa_verify.graphs.capturing import CAPTURE_ERROR_MODE, no_collection
 from dsa_verify.judge import RING_ENTRIES, Judge, Phase, Tally
 from dsa_verify.law_watch import LawWatch
-from dsa_verify.layouts.indexer import scheduled_lengths
 from dsa_verify.memory import memory_told_apart
+from dsa_verify.outputs import wrong_outputs
 from dsa_verify.own_form import CONTRACT_FORM, OwnForm, OwnRows
 from dsa_verify.poison import Poison
 from dsa_verify.regions import (
@@ -54,7 +54,6 @@ from dsa_verify.regions import (
     guard_regions,
     input_regions,
     private_fields,
-    rows_are_whole,
 )
 from dsa_verify.rounds import RoundTable
 from dsa_verify.subject import Buffers, Inputs, Routed, Subject, SubjectFactory, current_outputs
@@ -501,29 +500,7 @@ class Replayer:
             raise AssertionError from error  # _raise_fault always raises
 
     def _check_outputs(self, subject: Subject, buffers: Buffers, layout: Layout) -> None:
-        """Every field of `layout` is there, in its shape and dtype, and an alias is a view of its owner."""
-        outputs = current_outputs(subject, buffers)
-        wrong = []
-        for field in layout:
-            tensor = outputs.get(field.name)
-            if tensor is None:
-                wrong.append(f"{field.name} is missing (int32 {list(field.shape)}, contract {field.section})")
-            elif tuple(tensor.shape) != field.shape or tensor.dtype != TORCH_DTYPES[field.dtype]:
-                wrong.append(
-                    f"{field.name} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, "
-                    f"it must be {field.dtype} {list(field.shape)} (contract {field.section})"
-                )
-            elif not rows_are_whole(tensor):
-                wrong.append(
-                    f"{field.name} has strides {list(tensor.stride())}; the elements of a row must be adjacent"
-                )
-            elif scheduled_lengths(field.name) is not None and not tensor.is_contiguous():
-                wrong.append(
-                    f"{field.name} has strides {list(tensor.stride())}; consumers read a schedule as contiguous, with "
-                    f"strides [{field.columns}, 1] (contract 3.5)"
-                )
-            elif field.alias is not None and (text := no_view(field, tensor, outputs.get(field.alias))):
-                wrong.append(f"{field.name} {text} (contract {field.section})")
+        wrong = wrong_outputs(layout, current_outputs(subject, buffers))
         if wrong:
             raise SubjectFault("allocate", layout.bucket, "; ".join(wrong), kind="wrong outputs")
 

@@ -15,10 +15,9 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
 from pathlib import Path
 from typing import Any, Final
@@ -39,29 +38,28 @@ from dsa_verify.errors import (
     UsageError,
 )
 from dsa_verify.geometry import parse_settings
-from dsa_verify.waivers import parse_ledger, read_entries
+from dsa_verify.waivers import choose_ledger, read_entries
 from dsa_verify.whole_files import write_whole
 from fuzz.campaign_live import Display, Flight, Health, Moment
 from fuzz.campaign_report import finding_lines, report_lines, status_lines, summary, verdict_lines
 from fuzz.executors import Pool, open_pool
 from fuzz.locks import FolderInUse, held
+from fuzz.merge import merge
 from fuzz.plan import PLAN_FILE, Plan, read_plan, settle_plan
 from fuzz.shard import NO_ROOM, ShardResult
 from fuzz.shard_folder import (
+    CAMPAIGN_LOCK,
     PROGRESS_FILE,
-    STATES,
     STOP_FILE,
     attempts_in,
     findings_in,
-    read_json,
     read_progress,
     shard_folder,
     shard_numbers,
 )
-from fuzz.store import RECHECKS_FILE, WAIVERS_FILE, Store, StoreLocked, note_recheck, waive
+from fuzz.store import Store, StoreLocked, note_recheck, waive
 from fuzz.supervise import KILL_WAIT_S, REPEATS, STOP_GRACE_S, TIMEOUT_S, give_up, supervise_in_slot
 
-LOCK_FILE: Final = "campaign.lock"
 TICK_S: Final = 0.5
 SEE_WAIT_S: Final = 60.0  # in which a network file system shows to one machine what another has written
 # For a campaign's shards, once it is over: to see that, to come to their end, to be killed.
@@ -301,7 +299,7 @@ class Campaign:
 
 def run_campaign(root: Path, plan: Plan, limits: Limits, pool: Pool, display: Display) -> int:
     """Run or resume the campaign in `root`; the exit status. FolderInUse while another process does."""
-    with held(root / LOCK_FILE):
+    with held(root / CAMPAIGN_LOCK):
         try:
             return Campaign(root, plan, limits, pool, display).run()
         except UsageError:
@@ -317,63 +315,6 @@ def run_campaign(root: Path, plan: Plan, limits: Limits, pool: Pool, display: Di
 def _has_begun(folder: Path) -> bool:
     """Whether the shard has left anything that only its own plan explains."""
     return ShardResult.read(folder) is not None or bool(findings_in(folder) or attempts_in(folder))
-
-
-def merge(sources: Sequence[Path], into: Path) -> int:
-    """Unite the shards of `sources`, which must follow one plan, in the campaign `into`; how many were taken.
-
-    A shard is taken from the first folder in which it has ended, or else in which it was begun: it is a pure function
-    of the plan, so any will do. What another folder has found beyond that is kept: a subject may be flaky, or another
-    version of itself.
-    """
-    plans = {source: read_plan(source) for source in sources}
-    if (into / PLAN_FILE).exists():
-        plans[into] = read_plan(into)
-    first, plan = next(iter(plans.items()))
-    for source, other in plans.items():
-        if other != plan:
-            raise UsageError(f"{source}: follows another plan than {first}; merge campaigns of one plan only")
-    taken = 0
-    with held(into / LOCK_FILE):
-        settle_plan(into, dataclasses.asdict(plan), {})
-        for source in sources:
-            taken += sum(_take_shard(source, into, number) for number in shard_numbers(source))
-            for name in (WAIVERS_FILE, RECHECKS_FILE):
-                both = {**(read_json(source / name) or {}), **(read_json(into / name) or {})}
-                if both:
-                    write_whole(into / name, json.dumps(both, indent=1) + "\n")
-        with Store(into) as store:
-            store.rebuild()
-    return taken
-
-
-def _take_shard(source: Path, into: Path, number: int) -> bool:
-    """Whether the shard was taken from `source`; its findings are, in either case."""
-    theirs, ours = shard_folder(source, number), shard_folder(into, number)
-    if ours.exists():
-        mine, other = ShardResult.read(ours), ShardResult.read(theirs)
-        if (mine is not None and mine.final) or other is None or not other.final:
-            _add_findings(theirs, ours)
-            return False
-    fresh = ours.with_name(f".{ours.name}")
-    shutil.rmtree(fresh, ignore_errors=True)
-    shutil.copytree(theirs, fresh)
-    _add_findings(ours, fresh)
-    shutil.rmtree(ours, ignore_errors=True)
-    fresh.rename(ours)
-    return True
-
-
-def _add_findings(source: Path, into: Path) -> None:
-    """What the shard in `source` found, and that in `into` did not, or is less sure of."""
-    known = {record.key: record for record in findings_in(into)}
-    for record in findings_in(source):
-        if record.key in known and STATES.index(known[record.key].state) >= STATES.index(record.state):
-            continue
-        for path in (record.case, record.shrunk):
-            if path is not None:
-                write_whole(into / path, (source / path).read_text(encoding="utf-8"))
-        record.write(into)
 
 
 # The command line ----------------------------------------------------------------------------------------------------
@@ -453,12 +394,11 @@ def run(
         raise UsageError("--waivers: has no effect with --no-waivers; give one of them")
     if ledger is not None or no_waivers:
         settled["waivers"] = () if ledger is None else _entries(ledger)
-    if not timeout_s > 0:
-        raise UsageError(f"--timeout: {timeout_s:g} is not above 0; a shard is silent while it captures and compiles")
+    _check_timeout(timeout_s)
     budget_s = parse_time(budget or DEFAULT_BUDGET) if budget or max_rounds is None else None
     if not (root / PLAN_FILE).exists():
         Plan(**{**DEFAULTS, **settled}).check()  # a wrong one leaves no folder behind
-    with held(root / LOCK_FILE):  # two that are begun at once must not both write it
+    with held(root / CAMPAIGN_LOCK):  # two that are begun at once must not both write it
         plan = settle_plan(root, settled, DEFAULTS)
     limits = Limits(budget_s=budget_s, max_rounds=max_rounds, timeout_s=timeout_s)
     with open_pool(executor, plan.device, workers) as pool:
@@ -468,12 +408,14 @@ def run(
     sys.exit(status)
 
 
+def _check_timeout(timeout_s: float) -> None:
+    if not timeout_s > 0:
+        raise UsageError(f"--timeout: {timeout_s:g} is not above 0; a shard is silent while it captures and compiles")
+
+
 def _entries(path: Path) -> tuple[dict[str, Any], ...]:
-    entries = tuple(read_entries(path))
-    if not entries:
-        raise UsageError(f"{path}: holds no waiver; add one, or give --no-waivers instead")
-    parse_ledger(entries, str(path))  # which names the file, where the plan would name its copy
-    return entries
+    choose_ledger(path, False)  # which names the file in what it refuses, where the plan would name its copy
+    return tuple(read_entries(path))
 
 
 @main.command()
@@ -520,6 +462,7 @@ def waive_command(root: Path, key: str, issue: str) -> None:
 )
 def recheck(root: Path, timeout_s: float) -> None:
     """Replay the case of every finding: one that does not show any more is gone."""
+    _check_timeout(timeout_s)
     for key, shown, repeats, sightings in _rechecked(root, timeout_s):
         note_recheck(root, key, shown, repeats, sightings)
         click.echo(f"{key}: shown {shown} of {repeats} times{'' if shown else '; gone'}")
@@ -560,7 +503,7 @@ def _facts(root: Path) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         running = in_memory = False
         try:
-            stack.enter_context(held(root / LOCK_FILE))
+            stack.enter_context(held(root / CAMPAIGN_LOCK))
         except FolderInUse:
             running = True
         except OSError as error:

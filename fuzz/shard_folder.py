@@ -28,7 +28,9 @@ from typing import Any, Final
 from dsa_verify.errors import HarnessError
 from dsa_verify.whole_files import write_whole
 
-STOP_FILE: Final = "stop"  # beside the shards: while it is there, they end
+# Beside the shards.
+CAMPAIGN_LOCK: Final = "campaign.lock"
+STOP_FILE: Final = "stop"  # while it is there, they end
 OWNER_FILE: Final = "owner"
 JOURNAL_FILE: Final = "journal.json"
 PROGRESS_FILE: Final = "progress.json"

@@ -244,7 +244,7 @@ def _explain(spec: ShardSpec, watch: _Watch, end: _End) -> ShardResult | None:
             break
         elif again.death is None and again.status != STATUS_EQUAL:
             why_not = _reason(folder)
-    # Nothing kills itself with SIGKILL by mistake: one that does not come back every time came from outside.
+    # Nothing sends itself such a signal by mistake: one that does not come back every time came from outside.
     if end.killed and shown < REPEATS[kind]:
         _note(watch, end, "killed", f"{end.words}, which its case did not do again; done anew")
         return None

@@ -15,13 +15,14 @@ from typing import Any, Final
 
 import torch
 
-from dsa_verify.arena import Arena, no_view
+from dsa_verify.arena import Arena
 from dsa_verify.canonical import CanonicalItems
 from dsa_verify.contract import DTYPE_BYTES, Compare, Layout
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import Geometry
 from dsa_verify.judge import Judge, Phase, Tally
 from dsa_verify.layouts.indexer import WRITE_PLAN
+from dsa_verify.outputs import no_view
 from dsa_verify.overlay.copies import GroupedCopy, Piece, copy_plainly
 from dsa_verify.overlay.inputs import LegalInputs, Taken, token_columns
 from dsa_verify.overlay.launch import Facts, OwnStream

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+import played
 import pytest
 import torch
 
@@ -45,3 +47,33 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+# Campaigns whose shards are played (played.py) ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def played_shards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", played.PYTHONPATH)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "campaign"
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A campaign of SHARDS shards that has ended with findings. Only to be read: many tests look at it."""
+    root = tmp_path_factory.mktemp("undisturbed") / "campaign"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", played.PYTHONPATH)
+        assert played.run(root, "wrong", played.SHARDS) == 1
+    return root
+
+
+@pytest.fixture
+def ended(root: Path, undisturbed: Path) -> Path:
+    """A copy of it, to do as one likes with."""
+    return Path(shutil.copytree(undisturbed, root))

@@ -22,6 +22,7 @@ from fuzz.shard_folder import read_progress, shard_folder
 from fuzz.store import Store
 
 ROUNDS = 48  # of a played shard
+SHARDS = 4  # of the campaign that the fixtures `undisturbed` and `ended` give
 HELD_AT = 16  # the round at which it waits while it is held
 PATIENCE_S = 150.0
 PYTHONPATH = os.pathsep.join(map(str, (Path(__file__).parent / "campaign_double", Path(__file__).parents[2])))

@@ -24,17 +24,18 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from played import PYTHONPATH, ROUNDS, facts_of, hold, let_go, plan_of, run, shown, values_of, wait_until
+from played import ROUNDS, SHARDS, facts_of, hold, let_go, plan_of, run, shown, values_of, wait_until
 from rich.console import Console
 
 from dsa_verify.errors import HarnessError, UsageError
 from dsa_verify.scenario import read_case
 from fuzz import store as store_module
 from fuzz import supervise as supervise_module
-from fuzz.campaign import main, merge, parse_time
+from fuzz.campaign import main, parse_time
 from fuzz.campaign_live import Display, Flight, Moment
 from fuzz.campaign_report import report_lines, summary
 from fuzz.locks import FolderInUse, held, holder
+from fuzz.merge import merge
 from fuzz.plan import Plan, parse_plan, read_plan, settle_plan
 from fuzz.shard import ORDERLY
 from fuzz.shard_folder import (
@@ -49,36 +50,8 @@ from fuzz.shard_folder import (
 from fuzz.store import Store, StoreLocked, note_recheck, waive
 from fuzz.supervise import runs_in, supervise
 
+pytestmark = pytest.mark.usefixtures("played_shards")
 KILLS = int(os.environ.get("DSA_VERIFY_KILLS", "4"))
-SHARDS = 4
-
-
-@pytest.fixture(autouse=True)
-def played_shards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "campaign"
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A campaign of SHARDS shards that has ended with findings. Only to be read: many tests look at it."""
-    root = tmp_path_factory.mktemp("undisturbed") / "campaign"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", PYTHONPATH)
-        assert run(root, "wrong", SHARDS) == 1
-    return root
-
-
-@pytest.fixture
-def ended(root: Path, undisturbed: Path) -> Path:
-    """A copy of it, to do as one likes with."""
-    shutil.copytree(undisturbed, root)
-    return root
 
 
 # Killed --------------------------------------------------------------------------------------------------------------

@@ -14,40 +14,20 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from played import PYTHONPATH, ROUNDS, facts_of, plan_of, run, shown, values_of
+from played import ROUNDS, SHARDS, facts_of, plan_of, run, shown, values_of
 
 from fuzz import campaign as campaign_module
 from fuzz import supervise as supervise_module
-from fuzz.campaign import main, merge
+from fuzz.campaign import main
 from fuzz.locks import held
+from fuzz.merge import merge
 from fuzz.plan import settle_plan
 from fuzz.shard import ORDERLY
 from fuzz.shard_folder import attempts_in, findings_in, read_json, shard_folder, write_json
 from fuzz.store import STORE_FILE, note_recheck
 from fuzz.supervise import _End, _Watch, supervise
 
-SHARDS = 2
-
-
-@pytest.fixture(autouse=True)
-def played_shards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A campaign that has ended with findings. Only to be read."""
-    root = tmp_path_factory.mktemp("undisturbed") / "campaign"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", PYTHONPATH)
-        assert run(root, "wrong", SHARDS) == 1
-    return root
-
-
-@pytest.fixture
-def ended(tmp_path: Path, undisturbed: Path) -> Path:
-    return Path(shutil.copytree(undisturbed, tmp_path / "campaign"))
+pytestmark = pytest.mark.usefixtures("played_shards")
 
 
 def command(*arguments: str) -> Any:
@@ -95,6 +75,10 @@ def test_a_replay_that_verifies_nothing_is_no_verdict(ended: Path, monkeypatch: 
     result = command("recheck", str(ended))
     assert result.exit_code != 0
     assert "cannot be replayed (status 4): dsa-verify: no GPU" in str(result.exception)
+
+
+def test_a_time_of_a_replay_that_is_none_is_refused(ended: Path) -> None:
+    assert "--timeout: 0 is not above 0" in str(command("recheck", str(ended), "--timeout", "0").exception)
 
 
 def test_merge_keeps_what_either_folder_has_found(tmp_path: Path, undisturbed: Path) -> None:

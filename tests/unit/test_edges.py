@@ -12,8 +12,7 @@ import pytest
 import torch
 from support import DEVICE, EagerDecode, backend, small
 
-from dsa_verify import arena as arena_module
-from dsa_verify import cli
+from dsa_verify import cli, input_memory
 from dsa_verify import diagnose as diagnose_module
 from dsa_verify.arena import GUARD_WORD, Arena
 from dsa_verify.edges import SYSTEMS_WITH_EDGES, Edge, EdgeKind, edges, why_not_here
@@ -129,8 +128,8 @@ def test_the_widest_tables_are_live_beyond_element_2_31(system: str) -> None:
 def short_integers(monkeypatch: pytest.MonkeyPatch) -> int:
     """The number at which they wrap to its negative, so that what 32 bits do not hold fits a test."""
     limit = 1 << 13
-    monkeypatch.setattr(arena_module, "FAR_ELEMENTS", limit)
-    monkeypatch.setattr(arena_module, "_LEAD_COLUMNS", 64)
+    monkeypatch.setattr(input_memory, "FAR_ELEMENTS", limit)
+    monkeypatch.setattr(input_memory, "_LEAD_COLUMNS", 64)
     monkeypatch.setattr(diagnose_module, "_INT32_END", limit)
     return limit
 
@@ -181,6 +180,11 @@ def test_what_is_written_before_a_far_request_table_is_seen(short_integers: int)
     run = run_of(far_edge(), Writes)
     assert {finding.diagnosis for finding in run.findings} == {Diagnosis.BEFORE_THE_START}
     assert run.counts.guard_hits > 0
+
+
+def test_far_request_rows_take_as_much_memory_whatever_is_copied() -> None:
+    of_mtp = edges(get_system("mtp"), Geometry.resolve("deepseek_v32"), seed=0, fixed=frozenset())
+    assert [edge.device_bytes for edge in of_mtp if edge.kind is FAR] == [40 << 30]
 
 
 def test_a_batch_wider_than_the_requests_has_pads() -> None:
