@@ -13,16 +13,15 @@ from typing import Final
 import numpy as np
 import torch
 
-from dsa_verify.errors import UsageError
-from dsa_verify.geometry import FAR, MAX_BATCH, Geometry
+from dsa_verify.contract import DTYPE_BYTES
+from dsa_verify.geometry import FAR, MAX_BATCH, MAX_CONTEXT_TOKENS, Geometry
 from dsa_verify.input_memory import FAR_ELEMENTS
 from dsa_verify.layouts.mtp import destinations
 from dsa_verify.matrix import SCRIPTED_ROUNDS, Config, boundaries, shortest_seq_len, undefined_when_empty
 from dsa_verify.rounds import rows_per_request
-from dsa_verify.scenario import POISONS, Round
+from dsa_verify.scenario import POISONS, Round, drawn_lens
 from dsa_verify.systems import System
 
-SYSTEMS_WITH_EDGES: Final = ("decode", "target_verify", "draft_extend", "mtp")
 ROUNDS: Final = 3  # each with another poison; where they are cheap, all that are scripted
 GAP_BATCH: Final = 4
 EMPTY_BATCH: Final = 32
@@ -34,6 +33,8 @@ LONG_BATCH: Final = 3
 LONG_DRAFT: Final = 8
 WIDE_ELEMENTS: Final = 1 << 31
 WIDE_DRAFT: Final = 4
+# Of padded, whose widest table has a column for each 128 tokens: the longest context, and as many rows as that leaves.
+WIDE_PADDED: Final[dict[str, object]] = {"padded_mode": "verify", "draft_tokens": 16, "context": MAX_CONTEXT_TOKENS}
 MILLION: Final = 1 << 20
 # Enough to tell requests apart; a row of a million tokens for each request would need more slots than int32 holds.
 MILLION_REQUEST_ROWS: Final = 17
@@ -66,6 +67,20 @@ _SHAPES: Final[tuple[tuple[EdgeKind, int, int, dict[str, object]], ...]] = (
 )
 
 
+_TABLES: Final = frozenset(EdgeKind)
+# By system, the edges that it has: a gap behind rows is a matter of the page tables that are copied (contract 2.2).
+_KINDS: Final[dict[str, frozenset[EdgeKind]]] = {
+    "decode": _TABLES,
+    "target_verify": _TABLES,
+    "draft_extend": _TABLES,
+    "mtp": _TABLES,
+    "ragged_verify": _TABLES - {EdgeKind.GAP},
+    "padded": _TABLES - {EdgeKind.GAP, EdgeKind.EMPTY},
+    "dcp": _TABLES - {EdgeKind.GAP, EdgeKind.WIDE, EdgeKind.EMPTY},
+}
+_RANKS: Final = {EdgeKind.BATCH: 4, EdgeKind.LONG: 8, EdgeKind.FAR: 2}  # of dcp
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
     """One of them. `device_bytes`: what the largest tables take; 0 where that is nothing to speak of."""
@@ -77,22 +92,19 @@ class Edge:
 
 def edges(system: System, geometry: Geometry, *, seed: int, fixed: frozenset[str]) -> list[Edge]:
     """The edges of `system` in the order of EdgeKind; one that needs other values than `fixed` fields of `geometry`
-    have is left out.
-
-    UsageError if the system has none.
-    """
-    if system.name not in SYSTEMS_WITH_EDGES:
-        raise UsageError(f"--edges: has no effect in {system.name}; the systems with edges are {_known()}")
+    have is left out."""
     found = []
     for kind, batch, draft, changes in _SHAPES:
         settings = changes | {"draft_tokens": draft if system.drafts else 1}
-        if not fixed & settings.keys():
+        if system.name == "dcp" and kind in _RANKS and "dcp_size" not in fixed:
+            settings["dcp_size"] = _RANKS[kind]
+        if kind in _KINDS[system.name] and not fixed & settings.keys():
             found.append(_edge(kind, system, geometry.replace(**settings), batch, seed))
-    draft = WIDE_DRAFT if system.drafts else 1
-    wide = _A_MILLION | {"wide_table": True, "draft_tokens": draft}
-    if not fixed & wide.keys():
-        found += [_wide(system, geometry.replace(**wide, **steps), seed) for steps in _draft_steps(system, fixed)]
-    return found + _empty(system, geometry, draft, seed, fixed)
+    if EdgeKind.WIDE in _KINDS[system.name]:
+        found += _widest(system, geometry, seed, fixed)
+    if EdgeKind.EMPTY in _KINDS[system.name]:
+        found += _empty(system, geometry, WIDE_DRAFT if system.drafts else 1, seed, fixed)
+    return found
 
 
 def _empty(system: System, geometry: Geometry, draft: int, seed: int, fixed: frozenset[str]) -> list[Edge]:
@@ -120,25 +132,46 @@ def _draft_steps(system: System, fixed: frozenset[str]) -> list[dict[str, int]]:
     return [{"draft_steps": 2}, {"draft_steps": 4}] if system.name == "mtp" and "draft_steps" not in fixed else [{}]
 
 
+def _widest(system: System, geometry: Geometry, seed: int, fixed: frozenset[str]) -> list[Edge]:
+    """Tables of more than 2**31 elements; two of mtp."""
+    wide: dict[str, object] = {**_A_MILLION, "wide_table": True, "draft_tokens": WIDE_DRAFT if system.drafts else 1}
+    if system.name == "padded":
+        wide = {**_A_MILLION, **WIDE_PADDED}
+    if fixed & wide.keys():
+        return []
+    return [_wide(system, geometry.replace(**wide, **steps), seed) for steps in _draft_steps(system, fixed)]
+
+
 def _wide(system: System, geometry: Geometry, seed: int) -> Edge:
-    """The rows of the last request begin at element 2**31."""
+    """The rows of the last request begin at element 2**31 of the widest table, or beyond."""
     per_request = _rows_per_request(system, geometry)
-    batch = WIDE_ELEMENTS // geometry.columns // per_request + 1
+    columns = max(field.columns for field in system.layout(geometry, 1))
+    batch = WIDE_ELEMENTS // columns // per_request + 1
     edge = _edge(EdgeKind.WIDE, system, geometry, batch, seed)
-    note = f"tables of {batch * per_request} x {geometry.columns}, more than 2**31 elements"
+    note = f"tables of {batch * per_request} x {columns}, more than 2**31 elements"
     note += f", {destinations(geometry)} draft step(s)" if system.name == "mtp" else ""
-    config = dataclasses.replace(edge.config, note=note, script=_live_to_the_end(geometry, batch))
-    return dataclasses.replace(edge, config=config)
+    script = _live_to_the_end(system, geometry, batch)
+    return dataclasses.replace(edge, config=dataclasses.replace(edge.config, note=note, script=script))
 
 
-def _live_to_the_end(geometry: Geometry, batch: int) -> tuple[Round, ...]:
+def _live_to_the_end(system: System, geometry: Geometry, batch: int) -> tuple[Round, ...]:
     """Rounds without pad rows, so that what lies beyond element 2**31 is live: each request is there many times."""
     lengths, requests = np.resize(boundaries(geometry), batch), np.resize(range(1, geometry.request_rows), batch)
+    # All that a request may verify, so that a graph's token rows are all theirs (contract 9).
+    verify_lens = (geometry.draft_tokens,) * batch if "verify_lens" in drawn_lens(system.name, geometry) else None
     rounds = []
     for i in range(ROUNDS):
         lengths, requests = np.roll(lengths, i), np.roll(requests, i)
         ends = [*lengths[:-2].tolist(), geometry.context - i, geometry.context]
-        rounds.append(Round(bucket=batch, seq_lens=tuple(ends), requests=tuple(requests.tolist()), poison=POISONS[i]))
+        rounds.append(
+            Round(
+                bucket=batch,
+                seq_lens=tuple(ends),
+                requests=tuple(requests.tolist()),
+                verify_lens=verify_lens,
+                poison=POISONS[i],
+            )
+        )
     return tuple(rounds)
 
 
@@ -155,9 +188,8 @@ def _device_bytes(kind: EdgeKind, system: System, geometry: Geometry, batch: int
         return 0
     if kind is EdgeKind.FAR:
         return _FAR_MEMORIES * FAR_ELEMENTS * 4
-    copies = destinations(geometry) if system.name == "mtp" else 1
-    elements = batch * _rows_per_request(system, geometry) * geometry.columns
-    return (2 * 2 * copies + _WORKING_TABLES) * elements * 4
+    sizes = [field.elements * DTYPE_BYTES[field.dtype] for field in system.layout(geometry, batch) if not field.alias]
+    return 2 * 2 * sum(sizes) + _WORKING_TABLES * max(sizes)
 
 
 def _rows_per_request(system: System, geometry: Geometry) -> int:
@@ -178,7 +210,3 @@ def why_not_here(edge: Edge, device: torch.device) -> str | None:
 
 def _gib(size: int) -> str:
     return f"{size / (1 << 30):.0f} GiB"
-
-
-def _known() -> str:
-    return ", ".join(SYSTEMS_WITH_EDGES)

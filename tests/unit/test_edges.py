@@ -15,8 +15,8 @@ from support import DEVICE, EagerDecode, backend, small
 from dsa_verify import cli, input_memory
 from dsa_verify import diagnose as diagnose_module
 from dsa_verify.arena import GUARD_WORD, Arena
-from dsa_verify.edges import SYSTEMS_WITH_EDGES, Edge, EdgeKind, edges, why_not_here
-from dsa_verify.errors import DeviceLost, UsageError
+from dsa_verify.edges import Edge, EdgeKind, edges, why_not_here
+from dsa_verify.errors import DeviceLost
 from dsa_verify.findings import Diagnosis
 from dsa_verify.geometry import TABLE_GAP, Geometry
 from dsa_verify.matrix import EMPTY_SYSTEMS, Config, undefined_when_empty
@@ -26,6 +26,8 @@ from dsa_verify.scenario import read_case
 from dsa_verify.systems import SYSTEMS, get_system
 
 CPU = torch.device("cpu")
+COPIED = ("decode", "target_verify", "draft_extend", "mtp")  # whose page tables a copy may meet with gaps
+WITH_TABLES = (*COPIED, "ragged_verify")
 FAR = EdgeKind.FAR
 NOT_ON_A_CPU = [
     f"{what}: on a CUDA device only, an interpreter would take too long"
@@ -71,7 +73,7 @@ def test_rows_of_a_strided_table_have_a_guarded_gap_behind_them() -> None:
 on_cpu = pytest.mark.skipif(DEVICE.type == "cuda", reason="about what a CPU cannot run")
 
 
-@pytest.mark.parametrize("system", SYSTEMS_WITH_EDGES)
+@pytest.mark.parametrize("system", COPIED)
 def test_our_own_pipelines_keep_to_the_rows_of_a_strided_table(system: str) -> None:
     run = run_of(gap_edge(system))
     assert [finding.sentence for finding in run.findings] == []
@@ -96,20 +98,24 @@ def test_a_pipeline_that_takes_rows_for_adjacent_is_found() -> None:
     assert run.counts.guard_hits >= min(width, TABLE_GAP)
 
 
-@pytest.mark.parametrize("system", SYSTEMS_WITH_EDGES)
+def edges_of(name: str) -> list[Edge]:
+    """Of a system with the geometry that it has on a GPU."""
+    system = get_system(name)
+    return edges(system, Geometry.resolve(system.preset("cuda")), seed=0, fixed=frozenset())
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
 def test_the_largest_batch_and_the_longest_requests_are_scripted_whole(system: str) -> None:
-    found = edges(get_system(system), Geometry.resolve("deepseek_v32"), seed=0, fixed=frozenset())
-    kinds = {edge.kind: edge.config for edge in found}
-    (largest,) = kinds[EdgeKind.BATCH].chunks()
+    kinds = {edge.kind: edge.config for edge in edges_of(system)}
+    largest, *_ = kinds[EdgeKind.BATCH].chunks()
     assert (kinds[EdgeKind.BATCH].rounds, int(largest.raw.max())) == (17, 16_384)
-    (longest,) = kinds[EdgeKind.LONG].chunks()
+    longest, *_ = kinds[EdgeKind.LONG].chunks()
     assert (kinds[EdgeKind.LONG].rounds, int(longest.seq_lens.max())) == (17, 1 << 20)
 
 
-@pytest.mark.parametrize("system", SYSTEMS_WITH_EDGES)
+@pytest.mark.parametrize("system", WITH_TABLES)
 def test_the_widest_tables_are_live_beyond_element_2_31(system: str) -> None:
-    found = edges(get_system(system), Geometry.resolve("deepseek_v32"), seed=0, fixed=frozenset())
-    wide = [edge for edge in found if edge.kind is EdgeKind.WIDE]
+    wide = [edge for edge in edges_of(system) if edge.kind is EdgeKind.WIDE]
     assert len(wide) == (2 if system == "mtp" else 1)
     for edge in wide:
         config = edge.config
@@ -278,9 +284,29 @@ def test_where_every_batch_has_a_schedule_no_empty_one_is_special(system: str, c
     assert EdgeKind.EMPTY not in {edge.kind for edge in found}
 
 
-def test_a_system_without_page_tables_of_its_own_has_no_edges() -> None:
-    with pytest.raises(UsageError, match="--edges: has no effect in padded; the systems with edges are decode, "):
-        edges(get_system("padded"), Geometry.resolve("tiny_v4"), seed=0, fixed=frozenset())
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_system_has_a_door_to_offsets_that_32_bits_do_not_hold(system: str) -> None:
+    kinds = [edge.kind for edge in edges_of(system)]
+    assert {EdgeKind.BATCH, EdgeKind.LONG, EdgeKind.FAR} <= set(kinds)
+    assert (EdgeKind.WIDE in kinds) == (system != "dcp"), "whose tables hold one page of each rank only"
+
+
+def test_the_widest_table_of_padded_begins_its_last_request_beyond_element_2_31() -> None:
+    (edge,) = (edge for edge in edges_of("padded") if edge.kind is EdgeKind.WIDE)
+    config = edge.config
+    layout = config.system.layout(config.geometry, config.buckets[0])
+    widest = max(layout, key=lambda field: field.columns)
+    assert widest.elements - config.geometry.draft_tokens * widest.columns >= 1 << 31
+    (table,) = config.chunks()
+    assert (table.raw == config.buckets[0]).all()
+
+
+def test_ranks_share_the_largest_batch() -> None:
+    ranks = {edge.kind: edge.config.geometry.dcp_size for edge in edges_of("dcp")}
+    assert ranks == {EdgeKind.BATCH: 4, EdgeKind.LONG: 8, EdgeKind.FAR: 2}
+    fixed = Geometry.resolve("deepseek_v32", {"dcp_size": 3})
+    found = edges(get_system("dcp"), fixed, seed=0, fixed=frozenset({"dcp_size"}))
+    assert {edge.config.geometry.dcp_size for edge in found} == {3}
 
 
 def test_what_a_machine_cannot_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +316,7 @@ def test_what_a_machine_cannot_run_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 << 30, 139 << 30))
     why = why_not_here(wide, torch.device("cuda", 0))
     assert why is not None
-    assert why.endswith("needs 64 GiB of device memory, 8 GiB are free")
+    assert why.endswith("needs 72 GiB of device memory, 8 GiB are free")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (139 << 30, 139 << 30))
     assert why_not_here(wide, torch.device("cuda", 0)) is None
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import backend
 
-from dsa_verify.edges import SYSTEMS_WITH_EDGES, edges
+from dsa_verify.edges import edges
 from dsa_verify.engines import EngineSubject, engine_subjects
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import INDEX_DTYPES, INPUT_VIEWS, PADDED_MODES, Geometry
@@ -80,9 +80,8 @@ def test_tables_of_an_engine_are_as_wide_as_it_makes_them(subject: EngineSubject
     system = SYSTEMS[subject.system]
     geometry, fixed = settled_geometry(system, subject.name, "cpu")
     assert not any(config.geometry.table_width for config in diagnostic_matrix(system, geometry, fixed=fixed))
-    if system.name in SYSTEMS_WITH_EDGES:
-        kinds = [edge.kind for edge in edges(system, geometry, seed=0, fixed=fixed)]
-        assert kinds == [edge.kind for edge in edges(system, geometry, seed=0, fixed=frozenset(subject.settings))]
+    kinds = [edge.kind for edge in edges(system, geometry, seed=0, fixed=fixed)]
+    assert kinds == [edge.kind for edge in edges(system, geometry, seed=0, fixed=frozenset(subject.settings))]
 
 
 class NoClamp(Decode):
