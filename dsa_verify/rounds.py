@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from dsa_verify.errors import UsageError
 from dsa_verify.geometry import DISJOINT_GENERATIONS, Geometry
 from dsa_verify.kpool_rules import check_lengths, live_candidates
 from dsa_verify.ragged_rules import graph_tokens, padded_verify_lens
@@ -117,7 +118,9 @@ def tabulate(
 ) -> RoundTable:
     """The table of `rounds`; `generations` [request_rows] is advanced in place by their remaps.
 
-    UsageError for lengths that a write plan leaves undefined (contract 4.2).
+    `remap_slots`: request rows that may move in one round; None: as many as do in the round that moves most. UsageError
+    for a round that does not fit: more rows that move, more requests than its bucket or a bucket above
+    `widest_bucket`, and lengths that a write plan leaves undefined (contract 4.2).
     """
     count, n = len(rounds), geometry.draft_tokens
     slots = remap_slots if remap_slots is not None else max((len(r.remap) for r in rounds), default=0)
@@ -130,6 +133,7 @@ def tabulate(
     remap_generations = np.zeros((count, slots), np.int64)
     for i, round_ in enumerate(rounds):
         raw = round_.raw_batch
+        _check_fits(round_, widest_bucket, slots, where=f"rounds[{i}].")
         if pooled_indexer(geometry):
             check_lengths(system, geometry, round_.seq_lens, where=f"rounds[{i}].")  # type: ignore[arg-type]
         seq_lens[i, :raw] = round_.seq_lens
@@ -160,6 +164,24 @@ def tabulate(
         remap_rows=remap_rows,
         remap_generations=remap_generations,
     )
+
+
+def _check_fits(round_: Round, widest_bucket: int, remap_slots: int, *, where: str) -> None:
+    """UsageError for a round that the columns of a table do not hold."""
+    raw, moves = round_.raw_batch, len(set(round_.remap))
+    if round_.bucket > widest_bucket:
+        raise UsageError(f"{where}bucket: {round_.bucket} exceeds {widest_bucket}, the widest of this run; capture it")
+    if raw > round_.bucket:
+        raise UsageError(f"{where}seq_lens: {raw} requests exceed the bucket of {round_.bucket}; use a wider bucket")
+    lens = {"requests": round_.requests, "extend_lens": round_.extend_lens, "accept_lens": round_.accept_lens}
+    for name, values in (lens | {"verify_lens": round_.verify_lens}).items():
+        if values is not None and len(values) != raw:
+            raise UsageError(f"{where}{name}: {len(values)} entries for {raw} seq_lens; give one a request")
+    if moves > remap_slots:
+        raise UsageError(
+            f"{where}remap: {moves} request rows move, more than the {remap_slots} that a round of this run has room "
+            "for; move the others in another round"
+        )
 
 
 def complete_table(

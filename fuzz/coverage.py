@@ -33,6 +33,7 @@ Array = npt.NDArray[np.int64]
 Key = tuple[str, ...]
 
 TENANTS: Final = ("same request", "same request on other pages", "another request")
+SAME_PAGES, ON_OTHER_PAGES = TENANTS.index("same request"), TENANTS.index("same request on other pages")
 MOVES: Final = ("far down", "one step down", "level", "one step up", "far up")
 EDGES: Final = ("on a step", "one beyond", "one short", "inside")
 PAD: Final = "pad row"

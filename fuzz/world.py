@@ -34,7 +34,7 @@ from dsa_verify.matrix import REMAPS_PER_ROUND, shortest_seq_len
 from dsa_verify.ragged_rules import graph_tokens
 from dsa_verify.scenario import POISONS, Round, drawn_lens
 from fuzz.boundaries import Boundary, Kind, boundaries
-from fuzz.coverage import TENANTS, Coverage
+from fuzz.coverage import ON_OTHER_PAGES, SAME_PAGES, TENANTS, Array, Coverage
 from fuzz.demand import defined, fewest_requests, hold
 from fuzz.expansion import Lane, RoundSpec, as_round, below, expand_columns, word
 from fuzz.limits import adds_draft, most_requests
@@ -332,11 +332,14 @@ class World:
         return round_
 
     def _with_moves(self, round_: Round) -> Round:
-        """`round_` from outside, with as many as fit of the moves that the batch has not made yet."""
-        self.generations.update(row for row in round_.remap if row not in self._moved)
-        remap = tuple(dict.fromkeys((*round_.remap, *self._moved)))
-        self._moved = list(remap[REMAPS_PER_ROUND:])
-        return self._passed(dataclasses.replace(round_, remap=remap[:REMAPS_PER_ROUND]))
+        """`round_` from outside, with its own moves as far as they fit, and then those that the batch has still to
+        make. What of the batch's does not fit is made in the next round; it is never more than one round holds."""
+        own = tuple(dict.fromkeys(round_.remap))[:REMAPS_PER_ROUND]
+        self.generations.update(row for row in own if row not in self._moved)
+        owed = tuple(row for row in self._moved if row not in own)
+        room = REMAPS_PER_ROUND - len(own)
+        self._moved = list(owed[room:])
+        return self._passed(dataclasses.replace(round_, remap=own + owed[:room]))
 
     def _prompt_length(self) -> int:
         power = self.draw(Lane.LENGTH_POWER, self.longest.bit_length())
@@ -387,11 +390,12 @@ class World:
         round_ = self._expanded(dataclasses.replace(spec, regime="boundary", raw=max(spec.raw, 1)))
         count = round_.raw_batch
         tenants = np.array([self.draw(Lane.TENANT, len(TENANTS)) for _ in range(count)], np.int64)
-        tie = np.array([self.draw(Lane.TIE, 1 << 16) for _ in range(count)], np.int64)
         before = self.coverage.requests_before(round_.bucket)[:count]
+        tenants = self._as_many_as_move(tenants, before)
+        tie = np.array([self.draw(Lane.TIE, 1 << 16) for _ in range(count)], np.int64)
         same = (before > 0) & (tenants < TENANTS.index("another request"))
         requests = np.where(same, before, np.array(round_.requests, np.int64))
-        moved = requests[same & (tenants == TENANTS.index("same request on other pages"))]
+        moved = requests[same & (tenants == ON_OTHER_PAGES)]
         lengths = self.coverage.aim(round_.bucket, tenants, tie).tolist()
         return self._with_moves(
             dataclasses.replace(
@@ -401,3 +405,11 @@ class World:
                 remap=tuple(dict.fromkeys(moved.tolist())),
             )
         )
+
+    def _as_many_as_move(self, tenants: Array, before: Array) -> Array:
+        """`tenants` of the batch rows that `before` (-1: nobody) held, where only so many of those rows move to other
+        pages in one round. Who comes later stays on the pages that they have."""
+        wanting = (tenants == ON_OTHER_PAGES) & (before > 0)
+        _, first = np.unique(before[wanting], return_index=True)
+        moving = before[wanting][np.sort(first)][:REMAPS_PER_ROUND]
+        return np.where(wanting & ~np.isin(before, moving), SAME_PAGES, tenants)
