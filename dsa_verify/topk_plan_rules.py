@@ -44,10 +44,13 @@ B200: Final = PlanRules(
     ),
     max_clusters=33,
 )
-# Not a device: every branch within reach of the lengths and batches of the `tiny` geometry.
-TINY: Final = PlanRules(name="tiny", thresholds=((8, 1), (24, 2), (48, 4), (96, 5)), max_clusters=2, floor=16)
+# Not devices: every branch within reach of the lengths and batches of the `tiny` geometries. The floor is above the
+# smallest threshold in one, and hides it, and below all of them in the other, where a smaller one would show.
+_WITHIN_REACH: Final = ((8, 1), (24, 2), (48, 3), (72, 4), (96, 5))
+TINY: Final = PlanRules(name="tiny", thresholds=_WITHIN_REACH, max_clusters=2, floor=16)
+TINY_LOW: Final = PlanRules(name="tiny_low", thresholds=_WITHIN_REACH, max_clusters=2, floor=4)
 
-PLAN_RULES: Final = {rules.name: rules for rules in (H200, B200, TINY)}
+PLAN_RULES: Final = {rules.name: rules for rules in (H200, B200, TINY, TINY_LOW)}
 
 
 def is_written(rows: int, max_clusters: int) -> bool:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 import triton
 
 from dsa_verify.pipelines.topk_plan_kernel import topk_plan_kernel
 from dsa_verify.topk_plan_rules import MAX_PLAN_ROWS, PlanRules
+
+# What fills the table up to a power of two: below every length and within its cap, so that the walk passes it.
+UNUSED: Final = (-1, MAX_PLAN_ROWS)
 
 
 class TopkPlanBuilder:
@@ -14,7 +19,8 @@ class TopkPlanBuilder:
 
     def __init__(self, rules: PlanRules, device: torch.device):
         self._rules = rules
-        self._table = torch.tensor(rules.thresholds, dtype=torch.int32, device=device)
+        unused = triton.next_power_of_2(len(rules.thresholds)) - len(rules.thresholds)
+        self._table = torch.tensor([*rules.thresholds, *unused * [UNUSED]], dtype=torch.int32, device=device)
 
     def update(self, lengths: torch.Tensor, out: torch.Tensor) -> None:
         """int32 [rows + 1, 2] `out`: the plan over int32 [rows] `lengths`, none of them negative.
@@ -31,9 +37,8 @@ class TopkPlanBuilder:
             out,
             rows,
             lengths.stride(0),
-            len(rules.thresholds),
             rules.floor,
             rules.static_threshold,
             ROW_LANES=triton.next_power_of_2(rows),
-            CANDIDATE_LANES=triton.next_power_of_2(len(rules.thresholds)),
+            CANDIDATES=self._table.shape[0],
         )

@@ -8,26 +8,25 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["rows", "length_stride", "candidates", "floor", "static_threshold"])
+@triton.jit(do_not_specialize=["rows", "length_stride", "floor", "static_threshold"])
 def topk_plan_kernel(
     lengths,
     table,
     plan,
     rows,
     length_stride,
-    candidates,
     floor,
     static_threshold,
     ROW_LANES: tl.constexpr,
-    CANDIDATE_LANES: tl.constexpr,
+    CANDIDATES: tl.constexpr,
 ):
-    """Grid: 1. `table`: int32 [candidates, 2] of (T, cap). `plan`: int32 [rows + 1, 2], contiguous."""
+    """Grid: 1. `table`: int32 [CANDIDATES, 2] of (T, cap), a power of two of them, the unused ones such that the walk
+    passes them. `plan`: int32 [rows + 1, 2], contiguous."""
     row = tl.arange(0, ROW_LANES)
     length = tl.load(lengths + row * length_stride, mask=row < rows, other=0)
-    candidate = tl.arange(0, CANDIDATE_LANES)
-    known = candidate < candidates
-    threshold = tl.load(table + 2 * candidate, mask=known, other=-1)
-    cap = tl.load(table + 2 * candidate + 1, mask=known, other=ROW_LANES)
+    candidate = tl.arange(0, CANDIDATES)
+    threshold = tl.load(table + 2 * candidate)
+    cap = tl.load(table + 2 * candidate + 1)
     longer = tl.sum((length[None, :] > threshold[:, None]).to(tl.int32), axis=1)
     # Walking down stops at the first T that is over its cap; the last one passed before it is the smallest above it.
     largest = tl.max(threshold, axis=0)

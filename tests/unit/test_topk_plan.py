@@ -10,14 +10,15 @@ import torch
 from support import DEVICE, backend
 
 from dsa_verify.compilations import count_compilations
+from dsa_verify.pipelines import topk_plan
 from dsa_verify.pipelines.topk_plan import TopkPlanBuilder
-from dsa_verify.topk_plan_rules import B200, H200, TINY, PlanRules
+from dsa_verify.topk_plan_rules import B200, H200, TINY, TINY_LOW, PlanRules
 from oracles.kpool_referee import B200_THRESHOLDS, H200_THRESHOLDS, expected_topk_plan
 from oracles.topk_plan import UNUSED, PlanTable, is_written, plan
 
 POISON = -0x61616162
-TABLES = {"H200": H200_THRESHOLDS, "B200": B200_THRESHOLDS, "tiny": dict(TINY.thresholds)}
-ALL_RULES = (H200, B200, TINY)
+TABLES = {"H200": H200_THRESHOLDS, "B200": B200_THRESHOLDS}
+ALL_RULES = (H200, B200, TINY, TINY_LOW)
 GUARD = 16
 
 
@@ -99,6 +100,19 @@ def test_every_threshold_at_its_cap_and_one_off(rules: PlanRules):
                 lengths = [threshold + 1] * longer + [threshold] * rest
                 lengths = [0, *lengths[::-1]]
                 Bench(rules, len(lengths)).run(lengths)
+
+
+@pytest.mark.parametrize("filler, length", [((0, 0), 0), ((0, 512), 5), ((1 << 20, 512), 1 << 19)], ids=str)
+def test_what_fills_the_table_up_is_passed_by_the_walk(
+    monkeypatch: pytest.MonkeyPatch, filler: tuple[int, int], length: int
+):
+    """No table is a power of two long, so each is filled up; with anything else there are lengths of a wrong plan."""
+    assert all(len(rules.thresholds) & (len(rules.thresholds) - 1) for rules in ALL_RULES)
+    for rules in (H200, TINY_LOW):
+        Bench(rules, 200).run([length] * 200)
+        with monkeypatch.context() as patch, pytest.raises(AssertionError):
+            patch.setattr(topk_plan, "UNUSED", filler)
+            Bench(rules, 200).run([length] * 200)
 
 
 def test_the_walk_stops_at_the_first_threshold_that_is_over_its_cap():
