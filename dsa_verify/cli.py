@@ -43,12 +43,15 @@ def cli() -> None:
 
 
 class _Checked(click.ParamType):
-    """A path that `check` finds writable before anything runs, and before anything heavy is imported."""
+    """A path that `check` finds writable before anything runs, and before anything heavy is imported. A default, which
+    is a Path, is not checked: who named no folder wants to know what is found, wherever that can be written."""
 
     def __init__(self, name: str, check: Callable[[str], Path]):
         self.name, self._check = name, check
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Path:
+        if isinstance(value, Path):
+            return value
         try:
             return self._check(str(value))
         except errors.UsageError as error:
@@ -126,7 +129,7 @@ _output_options = _options(
         "--findings",
         "folder",
         type=_FOLDER,
-        default="dsa-findings",
+        default=Path("dsa-findings"),
         show_default=True,
         help="Folder for the case of each finding.",
     ),

@@ -41,7 +41,7 @@ class Finding:
 
     `place` names the element: field, request, draft position, page. `law`: the law of contract 3.5 that a schedule
     breaks first. `case` is the path of the case file that shows the finding and `reproduce` the command that replays
-    it; both are None until it was written.
+    it; both are None until it was written, and where it could not be, `not_saved` is the reason.
     """
 
     system: str
@@ -59,6 +59,12 @@ class Finding:
     law: str | None = None
     case: str | None = None
     reproduce: str | None = None
+    not_saved: str | None = None
+
+    @property
+    def loss(self) -> str | None:
+        """What is said below a finding whose case could not be written."""
+        return None if self.not_saved is None else f"the case could not be saved: {self.not_saved}"
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; keys are the attribute names."""

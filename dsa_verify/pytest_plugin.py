@@ -22,6 +22,7 @@ from dsa_verify import pytest_cases
 from dsa_verify.pinning import pin_gpu
 
 if TYPE_CHECKING:
+    from dsa_verify.findings import Finding
     from dsa_verify.runs import Run
     from dsa_verify.verification import Verification
 
@@ -182,7 +183,7 @@ def _open_verification(session: pytest.Session) -> Verification:
     def on_run(run: Run) -> None:
         seen = config.stash[SEEN]
         seen.rounds += run.counts.rounds_checked
-        seen.findings += [[finding.sentence, finding.reproduce or ""] for finding in run.findings]
+        seen.findings += [[_sentence(finding), finding.reproduce or ""] for finding in run.findings]
         seen.findings += [[use.sentence, _rerun(config)] for use in run.gone]
         seen.add_waived(rounds_by_waiver(run.counts.waivers.values()))
 
@@ -198,6 +199,10 @@ def _open_verification(session: pytest.Session) -> Verification:
         session=Session(directory=config.invocation_params.dir, on_run=on_run, rerun=lambda: _rerun(config), stop=stop),
         ledger=ledger,
     )
+
+
+def _sentence(finding: Finding) -> str:
+    return f"{finding.sentence}\n  {finding.loss}" if finding.loss else finding.sentence
 
 
 def _rerun(config: pytest.Config) -> str:

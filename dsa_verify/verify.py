@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import os
 import shlex
@@ -16,6 +17,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+
+import click
 
 from dsa_verify.confirm import Covered, confirm, fault_finding, flaky_finding, flaky_waived
 from dsa_verify.errors import DeviceLost
@@ -29,7 +32,7 @@ from dsa_verify.replayer import Lane, Replayer, SubjectFault
 from dsa_verify.rounds import RoundTable
 from dsa_verify.scenario import Round, Scenario
 from dsa_verify.waivers import WaiverUse
-from dsa_verify.whole_files import write_whole
+from dsa_verify.whole_files import reason_of, write_whole
 
 # How many of the last rounds a case keeps: the fewest that show the finding again.
 CASE_WINDOWS: Final = (1, 2, 3, 6, 17, 64, 2 * CHUNK_ROUNDS)
@@ -108,11 +111,19 @@ def verify_rounds(
     except DeviceLost as lost:
         rounds = recent.up_to(None)
         lost_in = f"{lost}{_undefined_schedule(job, rounds)}"
-        path = _save(job.scenario(rounds, found=lost_in), "device-lost", folder)
-        raise DeviceLost(f"{lost_in}; the rounds up to then are in {path}" if path else lost_in) from lost
+        raise DeviceLost(f"{lost_in}{_rounds_kept(job.scenario(rounds, found=lost_in), folder)}") from lost
     finally:
         if replayer is not None:
             _count(replayer, counts, waivers_due=waivers_due and ended)
+
+
+def _rounds_kept(scenario: Scenario, folder: Path | None) -> str:
+    """What is said of a lost device's rounds: where they are, or why they could not be written."""
+    try:
+        path = _save(scenario, "device-lost", folder)
+    except OSError as error:
+        return f"; the rounds up to then could not be saved: {reason_of(error)}"
+    return "" if path is None else f"; the rounds up to then are in {path}"
 
 
 def _undefined_schedule(job: Job, rounds: Sequence[Round]) -> str:
@@ -235,7 +246,11 @@ def _count_waived(replayer: Replayer, lane: Lane, counts: Counts, waivers_due: b
 
 
 def _with_case(finding: Finding, job: Job, rounds: Sequence[Round], folder: Path | None) -> Finding:
-    path = _save(job.scenario(rounds, found=finding.sentence), _stem(finding), folder)
+    try:
+        path = _save(job.scenario(rounds, found=finding.sentence), _stem(finding), folder)
+    except OSError as error:
+        # The finding outlives its case: a full disk is no reason to say nothing.
+        return dataclasses.replace(finding, not_saved=reason_of(error))
     if path is None:
         return finding
     command = shlex.join(["dsa-verify", "replay", str(path), *job.ledger.options])
@@ -248,7 +263,8 @@ def _stem(finding: Finding) -> str:
 
 
 def _save(scenario: Scenario, stem: str, folder: Path | None) -> Path | None:
-    """Write the case; its name carries a digest of its text, so two different cases never overwrite each other."""
+    """Write the case; its name carries a digest of its text, so two different cases never overwrite each other.
+    OSError if it cannot be written."""
     if folder is None:
         return None
     text = scenario.to_json()
@@ -259,18 +275,27 @@ def _save(scenario: Scenario, stem: str, folder: Path | None) -> Path | None:
 
 @contextlib.contextmanager
 def _journal(job: Job, table: RoundTable, folder: Path | None) -> Iterator[None]:
-    """Write the case to disk before it is launched; what is left there after a crash is what crashed."""
+    """Write the case to disk before it is launched; what is left there after a crash is what crashed. Where it cannot
+    be written, that is said once and the run goes on."""
     if folder is None or len(table) > JOURNAL_ROUNDS:
         yield
         return
-    ours = not folder.exists()
+    ours = not os.path.exists(folder)
     path = folder / f"running-{os.getpid()}.json"
     # A GPU may take its machine down; what an emulated graph can take down is this process.
-    write_whole(path, job.scenario(table.rounds()).to_json(), durable=job.backend.device.type == "cuda")
+    try:
+        write_whole(path, job.scenario(table.rounds()).to_json(), durable=job.backend.device.type == "cuda")
+    except OSError as error:
+        _say_once(f"{folder}: nothing can be saved there ({reason_of(error)}), so a crash would leave no case")
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
-        if ours:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+            if ours:
                 folder.rmdir()  # only if nothing was found
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    click.echo(f"dsa-verify: {text}", err=True)

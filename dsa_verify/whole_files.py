@@ -36,6 +36,11 @@ def write_whole(path: Path, text: str, *, durable: bool = True) -> None:
             os.close(folder)
 
 
+def reason_of(error: OSError) -> str:
+    """Why a file could not be written, without the name of the temporary one that it was about."""
+    return error.strerror or str(error)
+
+
 def _replace(path: Path, text: str, durable: bool) -> None:
     # Of this thread alone: threads and processes may write the same file at the same time.
     fresh = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}")

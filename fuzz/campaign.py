@@ -38,10 +38,11 @@ from dsa_verify.errors import (
     UsageError,
 )
 from dsa_verify.geometry import parse_settings
+from dsa_verify.report.files import check_folder
 from dsa_verify.waivers import choose_ledger, read_entries
 from dsa_verify.whole_files import write_whole
 from fuzz.campaign_live import Display, Flight, Health, Moment
-from fuzz.campaign_report import finding_lines, report_lines, status_lines, summary, verdict_lines
+from fuzz.campaign_report import damaged_lines, finding_lines, report_lines, status_lines, summary, verdict_lines
 from fuzz.executors import Pool, open_pool
 from fuzz.locks import FolderInUse, held
 from fuzz.merge import merge
@@ -299,17 +300,26 @@ class Campaign:
 
 def run_campaign(root: Path, plan: Plan, limits: Limits, pool: Pool, display: Display) -> int:
     """Run or resume the campaign in `root`; the exit status. FolderInUse while another process does."""
-    with held(root / CAMPAIGN_LOCK):
+    with _writing(root), held(root / CAMPAIGN_LOCK):
         try:
             return Campaign(root, plan, limits, pool, display).run()
         except UsageError:
             if not any(_has_begun(shard_folder(root, number)) for number in shard_numbers(root)):
                 (root / PLAN_FILE).unlink()  # a plan that no shard can follow was never begun
             raise
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
-            raise HarnessError(f"{root}: {error}; make room, then resume: what is there is whole") from error
+
+
+@contextlib.contextmanager
+def _writing(root: Path) -> Iterator[None]:
+    """UsageError if nothing can be put into `root`, before anything is done; HarnessError in words if the disk gets
+    full."""
+    check_folder(str(root))
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise HarnessError(f"{root}: {error}; make room, then resume: what is there is whole") from error
 
 
 def _has_begun(folder: Path) -> bool:
@@ -398,7 +408,7 @@ def run(
     budget_s = parse_time(budget or DEFAULT_BUDGET) if budget or max_rounds is None else None
     if not (root / PLAN_FILE).exists():
         Plan(**{**DEFAULTS, **settled}).check()  # a wrong one leaves no folder behind
-    with held(root / CAMPAIGN_LOCK):  # two that are begun at once must not both write it
+    with _writing(root), held(root / CAMPAIGN_LOCK):  # two that are begun at once must not both write it
         plan = settle_plan(root, settled, DEFAULTS)
     limits = Limits(budget_s=budget_s, max_rounds=max_rounds, timeout_s=timeout_s)
     with open_pool(executor, plan.device, workers) as pool:
@@ -424,7 +434,7 @@ def _entries(path: Path) -> tuple[dict[str, Any], ...]:
 def status(root: Path, as_json: bool) -> None:
     """Say where the campaign in DIR stands."""
     facts = _facts(root)
-    click.echo(json.dumps(facts, indent=2) if as_json else "\n".join(status_lines(facts)))
+    click.echo(json.dumps(facts, indent=2) if as_json else "\n".join(status_lines(facts) + damaged_lines(facts)))
 
 
 @main.command()
@@ -442,7 +452,8 @@ def report(root: Path, as_json: bool) -> None:
 @click.option("--into", required=True, type=_FOLDER, help="The campaign that gets the shards; may be new.")
 def merge_command(sources: tuple[Path, ...], into: Path) -> None:
     """Unite campaigns of one plan that were run in several folders."""
-    click.echo(f"{merge(sources, into)} shard(s) taken into {into}")
+    with _writing(into):
+        click.echo(f"{merge(sources, into)} shard(s) taken into {into}")
 
 
 @main.command("waive")
@@ -452,7 +463,8 @@ def merge_command(sources: tuple[Path, ...], into: Path) -> None:
 def waive_command(root: Path, key: str, issue: str) -> None:
     """Let one finding of the campaign in DIR not count, until it is gone."""
     read_plan(root)
-    waive(root, key, issue)
+    with _writing(root):
+        waive(root, key, issue)
 
 
 @main.command()
@@ -463,9 +475,11 @@ def waive_command(root: Path, key: str, issue: str) -> None:
 def recheck(root: Path, timeout_s: float) -> None:
     """Replay the case of every finding: one that does not show any more is gone."""
     _check_timeout(timeout_s)
-    for key, shown, repeats, sightings in _rechecked(root, timeout_s):
-        note_recheck(root, key, shown, repeats, sightings)
-        click.echo(f"{key}: shown {shown} of {repeats} times{'' if shown else '; gone'}")
+    read_plan(root)
+    with _writing(root):
+        for key, shown, repeats, sightings in _rechecked(root, timeout_s):
+            note_recheck(root, key, shown, repeats, sightings)
+            click.echo(f"{key}: shown {shown} of {repeats} times{'' if shown else '; gone'}")
 
 
 def _rechecked(root: Path, timeout_s: float) -> Iterator[tuple[str, int, int, int]]:

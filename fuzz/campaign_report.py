@@ -47,6 +47,7 @@ def summary(store: Store) -> dict[str, Any]:
         for shard in shards
         if shard["ended"] == "unfinished" and last.get(shard["number"], {}).get("ended") in _FAILED
     ]
+    damage = store.rows("SELECT * FROM damage ORDER BY shard, text")
     plan = read_plan(store.root)
     facts: dict[str, Any] = {
         "schema": REPORT_SCHEMA,
@@ -62,6 +63,7 @@ def summary(store: Store) -> dict[str, Any]:
         "canaries_missing": [c for c in canaries if c["verdict"] not in _ALIVE or not c["stored"]],
         "attempts": attempts,
         "failed": failed,
+        "damage": damage,
         "coverage": _coverage(store),
         "provenance": _provenances(store),
     }
@@ -72,7 +74,7 @@ def status_of(facts: Mapping[str, Any]) -> int:
     """The exit status: a harness that may be blind outweighs what it says it saw."""
     states = [finding["state"] for finding in facts["findings"]]
     alive = any(facts["canaries"].get(verdict) for verdict in _ALIVE) or bool(states)
-    if facts["failed"] or facts["canaries_missing"] or (facts["rounds_executed"] and not alive):
+    if facts["failed"] or facts["damage"] or facts["canaries_missing"] or (facts["rounds_executed"] and not alive):
         return STATUS_HARNESS
     if any(finding["issue"] and finding["state"] == "gone" for finding in facts["findings"]):
         return STATUS_MISMATCH  # a waiver fails when its bug is gone
@@ -141,6 +143,11 @@ def status_lines(facts: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def damaged_lines(facts: Mapping[str, Any]) -> list[str]:
+    """Which shards have a file that is not what was written there; of each, the others count."""
+    return [f"shard {each['shard']}: damaged: {each['text']}" for each in facts["damage"]]
+
+
 def report_lines(facts: Mapping[str, Any], root: Path) -> list[str]:
     """All of it: every finding with its case, every attempt that was lost, what is missing, the verdict."""
     lines = status_lines(facts)
@@ -186,6 +193,7 @@ def verdict_lines(facts: Mapping[str, Any]) -> list[str]:
         for each in facts["canaries_missing"]
     ]
     lines += [f"shard {each['shard']}: {each['ended']}: {each['text']}" for each in facts["failed"]]
+    lines += damaged_lines(facts)
     lines += [
         f"{finding['key']} is waived for {finding['issue']} and gone: remove the waiver"
         for finding in facts["findings"]

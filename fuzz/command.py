@@ -28,6 +28,7 @@ from dsa_verify.runs import Outcome, Run, open_run, status_of
 from dsa_verify.scenario import read_case
 from dsa_verify.systems import DEFAULT_SUBJECT, System, get_system, settled_geometry, systems_to_run
 from dsa_verify.waivers import Ledger, choose_ledger
+from dsa_verify.whole_files import reason_of, write_whole
 from fuzz.coverage import Coverage, say
 from fuzz.explain import explain
 from fuzz.fuzzer import FuzzResult, fuzz
@@ -184,14 +185,26 @@ def _make_small(
         terminal.say(f"  not shrunk: {error}")
         return
     path = Path(finding.case).with_suffix(".small.json")
-    path.write_text(small.scenario.to_json(), encoding="utf-8")
+    lost = _written(path, small.scenario.to_json())
     try:
         said = explain(small.scenario, signature, backend, budget_s=options.shrink_s, ledger=ledger).sentence
     except UsageError as error:
         said = f"not explained: {error}"
     ended = "" if small.finished else ", the time for it being over"
     terminal.say(f"  shrunk in {small.seconds:.1f} s{ended}: {said}")
+    if lost:
+        terminal.say(f"  the small case could not be saved: {lost}")
+        return
     terminal.say(f"  reproduce: {shlex.join(['dsa-verify', 'replay', str(path), *ledger.options])}")
+
+
+def _written(path: Path, text: str) -> str | None:
+    """Write the case; why it cannot be, or None if it is there."""
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        return reason_of(error)
+    return None
 
 
 def _report(system: str, parts: Sequence[FuzzResult], terminal: Terminal) -> dict[str, Any]:

@@ -7,6 +7,7 @@ watched.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import os
@@ -26,6 +27,7 @@ from dsa_verify.errors import (
     STATUS_OUT_OF_MEMORY,
     DeviceLost,
     DsaVerifyError,
+    HarnessError,
     UsageError,
 )
 from dsa_verify.memory import lack_of_memory
@@ -42,6 +44,10 @@ RESULT_FILE: Final = "result.json"
 SPEC_FILE: Final = "spec.json"
 LOCK_FILE: Final = "lock"
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class CaseNotSaved(HarnessError):
+    """A finding whose case could not be written: nothing could be made of it, so the shard is to be done anew."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,24 +113,31 @@ def _status_of(work: Callable[[], None]) -> int:
         work()
         return STATUS_EQUAL
     except KeyboardInterrupt:
-        print("dsa-verify: interrupted", file=sys.stderr)
+        _say("interrupted")
         return STATUS_INTERRUPTED
     except BaseException as error:
         lack = None if isinstance(error, DeviceLost) else lack_of_memory(error)
         if lack is not None:
-            print(f"dsa-verify: {type(lack).__name__}: {lack}", file=sys.stderr)
+            _say(f"{type(lack).__name__}: {lack}")
             return STATUS_OUT_OF_MEMORY
-        if isinstance(error, DsaVerifyError):
-            print(f"dsa-verify: {error}", file=sys.stderr)
-            return error.status
-        if isinstance(error, OSError) and error.errno in NO_ROOM:
-            print(f"dsa-verify: {error}", file=sys.stderr)
+        if isinstance(error, CaseNotSaved) or (isinstance(error, OSError) and error.errno in NO_ROOM):
+            _say(str(error))
             return STATUS_NO_ROOM
+        if isinstance(error, DsaVerifyError):
+            _say(str(error))
+            return error.status
         if "CUDA error" in str(error):
-            print(f"dsa-verify: {type(error).__name__}: {error}", file=sys.stderr)
+            _say(f"{type(error).__name__}: {error}")
             return STATUS_DEVICE_LOST
-        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
         return STATUS_HARNESS
+
+
+def _say(text: str) -> None:
+    """On standard error, which is the shard's log and may be on the disk that is full: that is no death of its own."""
+    with contextlib.suppress(OSError):
+        print(f"dsa-verify: {text}", file=sys.stderr, flush=True)
 
 
 def _end_with_parent() -> None:
@@ -159,6 +172,7 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(ORDERLY + status)

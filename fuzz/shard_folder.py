@@ -169,11 +169,16 @@ class FindingRecord:
 
 def findings_in(folder: Path) -> list[FindingRecord]:
     """The findings of a shard, by name."""
-    records = (FindingRecord.read(path) for path in sorted((folder / "findings").glob("[!.]*.json")))
+    records = (FindingRecord.read(path) for path in files_of(folder, "findings"))
     return [record for record in records if record is not None]
 
 
 def attempts_in(folder: Path) -> list[dict[str, Any]]:
     """The attempts that ended otherwise than with a result, in order."""
-    found = (read_json(path) for path in sorted((folder / "attempts").glob("[!.]*.json")))
+    found = (read_json(path) for path in files_of(folder, "attempts"))
     return [attempt for attempt in found if attempt is not None]
+
+
+def files_of(folder: Path, kind: str) -> list[Path]:
+    """The files of a shard's `findings` or `attempts`, by name."""
+    return sorted((folder / kind).glob("[!.]*.json"))

@@ -35,7 +35,7 @@ from fuzz.coverage import Coverage
 from fuzz.fuzzer import fuzz
 from fuzz.journal import Journal, JournalledJob, Stopped
 from fuzz.plan import LEDGER_FILE, Plan, ShardSpec
-from fuzz.shard import ShardResult
+from fuzz.shard import CaseNotSaved, ShardResult
 from fuzz.shard_folder import (
     FindingKey,
     FindingRecord,
@@ -207,7 +207,7 @@ def _found(finding: Finding, job: JournalledJob, folder: Path) -> FindingRecord:
     if known is not None and known.settled:
         return known
     if finding.case is None:
-        raise HarnessError(f"{finding.sentence}: the finding has no case")
+        raise CaseNotSaved(f"{finding.sentence}; {finding.loss or 'the finding has no case'}")
     case = Path(finding.case)
     record = FindingRecord(
         key=key,
@@ -270,7 +270,10 @@ def _shrunk_elsewhere(key: FindingKey, folder: Path) -> int | None:
     """The shard of this campaign that has shrunk the same finding already."""
     root = campaign_root(folder)
     for number in shard_numbers(root):
-        other = FindingRecord.read(shard_folder(root, number) / "findings" / f"{key.name}.json")
+        try:
+            other = FindingRecord.read(shard_folder(root, number) / "findings" / f"{key.name}.json")
+        except HarnessError:
+            continue  # a damaged shard is named by the report; this one shrinks the finding itself
         if other is not None and other.state == "shrunk":
             return number
     return None

@@ -17,8 +17,17 @@ from typing import Any, Final
 
 from dsa_verify.errors import HarnessError, UsageError
 from fuzz.locks import held
-from fuzz.shard import SPEC_FILE, ShardResult
-from fuzz.shard_folder import STATES, attempts_in, findings_in, read_json, shard_folder, shard_numbers, write_json
+from fuzz.shard import RESULT_FILE, SPEC_FILE, ShardResult
+from fuzz.shard_folder import (
+    STATES,
+    FindingRecord,
+    files_of,
+    not_ours,
+    read_json,
+    shard_folder,
+    shard_numbers,
+    write_json,
+)
 
 STORE_FILE: Final = "campaign.sqlite"
 WAIVERS_FILE: Final = "waivers.json"  # {key of a finding: the issue that it is waived for}
@@ -52,6 +61,7 @@ CREATE TABLE IF NOT EXISTS sightings (
     state TEXT, rank INTEGER, shown INTEGER, repeats INTEGER, sentence TEXT, path TEXT, note TEXT, waiver TEXT,
     PRIMARY KEY (key, shard)
 );
+CREATE TABLE IF NOT EXISTS damage (shard INTEGER, text TEXT);
 CREATE TABLE IF NOT EXISTS waivers (key TEXT PRIMARY KEY, issue TEXT);
 CREATE TABLE IF NOT EXISTS rechecks (key TEXT PRIMARY KEY, shown INTEGER, repeats INTEGER, sightings INTEGER);
 CREATE VIEW IF NOT EXISTS findings AS
@@ -71,6 +81,18 @@ CREATE VIEW IF NOT EXISTS findings AS
     LEFT JOIN waivers ON waivers.key = best.key LEFT JOIN rechecks ON rechecks.key = best.key
     WHERE best.place = 1;
 """
+
+
+# What comes of a file that is JSON and has the right keys, with values that nobody wrote.
+_NOT_AS_WRITTEN: Final = (
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    sqlite3.InterfaceError,
+    sqlite3.ProgrammingError,
+    sqlite3.IntegrityError,
+)
 
 
 class StoreLocked(HarnessError):
@@ -121,49 +143,73 @@ class Store:
         """The same content as if every shard had been indexed when it ended."""
         numbers = shard_numbers(self.root)
         with self._writing():
-            for table in ("shards", "coverage", "attempts", "sightings", "waivers", "rechecks"):
+            for table in ("shards", "coverage", "attempts", "sightings", "damage", "waivers", "rechecks"):
                 self._connection.execute(f"DELETE FROM {table}")
             for number in numbers:
                 self._index(number)
             self._index_verdicts()
 
     def index(self, number: int) -> None:
-        """Take in what the folder of shard `number` holds now."""
+        """Take in what the folder of shard `number` holds now; what cannot be read of it is named in `damage`."""
         with self._writing():
             self._index(number)
 
     def _index(self, number: int) -> None:
         folder = shard_folder(self.root, number)
-        for table, column in (("shards", "number"), ("attempts", "shard"), ("sightings", "shard")):
+        for table, column in (("shards", "number"), ("attempts", "shard"), ("sightings", "shard"), ("damage", "shard")):
             self._connection.execute(f"DELETE FROM {table} WHERE {column} = ?", (number,))
-        result = ShardResult.read(folder)
-        self._insert("shards", _unfinished_row(number, folder) if result is None else _shard_row(result))
-        if result is not None and result.coverage is not None:
-            self._cover(result.configuration, result.coverage)
-        for attempt in attempts_in(folder):
-            row = {key: attempt[key] for key in ("attempt", "ended", "text", "rounds_lost")}
-            self._insert("attempts", {"shard": number, **row})
-        for record in findings_in(folder):
-            key, path = record.key, record.shrunk or record.case
-            row = {
-                "key": key.name,
-                "shard": number,
-                "planted": int(key.planted),
-                "system": key.system,
-                "subject": key.subject,
-                "field": key.field,
-                "diagnosis": key.diagnosis,
-                "law": key.law,
-                "state": record.state,
-                "rank": STATES.index(record.state),
-                "shown": record.shown,
-                "repeats": record.repeats,
-                "sentence": record.finding["sentence"],
-                "path": None if path is None else str((folder / path).relative_to(self.root)),
-                "note": record.note,
-                "waiver": record.waiver,
-            }
-            self._insert("sightings", row)
+        # A file at a time: one that is damaged takes no other with it.
+        with self._damage_of(number, folder / RESULT_FILE):
+            result = ShardResult.read(folder)
+            if result is not None:
+                self._insert("shards", {**_shard_row(result), "number": number})
+                if result.coverage is not None:
+                    self._cover(result.configuration, result.coverage)
+        if not self.rows("SELECT number FROM shards WHERE number = ?", number):
+            with self._damage_of(number, folder / SPEC_FILE):
+                self._insert("shards", _unfinished_row(number, folder))
+        for path in files_of(folder, "attempts"):
+            with self._damage_of(number, path):
+                attempt = read_json(path) or {}
+                row = {key: attempt[key] for key in ("attempt", "ended", "text")}
+                self._insert("attempts", {"shard": number, **row, "rounds_lost": int(attempt["rounds_lost"])})
+        for path in files_of(folder, "findings"):
+            with self._damage_of(number, path):
+                record = FindingRecord.read(path)
+                if record is not None:
+                    self._insert("sightings", {"shard": number, **self._sighting(folder, record)})
+
+    def _sighting(self, folder: Path, record: FindingRecord) -> dict[str, Any]:
+        key, path = record.key, record.shrunk or record.case
+        return {
+            "key": key.name,
+            "planted": int(key.planted),
+            "system": key.system,
+            "subject": key.subject,
+            "field": key.field,
+            "diagnosis": key.diagnosis,
+            "law": key.law,
+            "state": record.state,
+            "rank": STATES.index(record.state),
+            "shown": record.shown,
+            "repeats": record.repeats,
+            "sentence": record.finding["sentence"],
+            "path": None if path is None else str((folder / path).relative_to(self.root)),
+            "note": record.note,
+            "waiver": record.waiver,
+        }
+
+    @contextlib.contextmanager
+    def _damage_of(self, number: int, path: Path) -> Iterator[None]:
+        """Note of shard `number` that `path` is not what was written there, and go on with the rest."""
+        try:
+            yield
+        except HarnessError as error:
+            if isinstance(error.__cause__, sqlite3.Error):
+                raise  # the store's own trouble
+            self._insert("damage", {"shard": number, "text": str(error)})
+        except (OSError, *_NOT_AS_WRITTEN) as error:
+            self._insert("damage", {"shard": number, "text": str(not_ours(path, error))})
 
     def _cover(self, configuration: str, seen: Mapping[str, Any]) -> None:
         """What no shard of the configuration has visited: kept as one, as a night has too many shards to ask each."""
@@ -229,7 +275,8 @@ class Store:
 
 def _unfinished_row(number: int, folder: Path) -> dict[str, Any]:
     spec = read_json(folder / SPEC_FILE) or {"plan": {"rounds_a_shard": 0}}
-    return {"number": number, "ended": "unfinished", "requested": spec["plan"]["rounds_a_shard"], "executed": 0}
+    requested = int(spec["plan"]["rounds_a_shard"])
+    return {"number": number, "ended": "unfinished", "requested": requested, "executed": 0}
 
 
 def _shard_row(result: ShardResult) -> dict[str, Any]:
@@ -239,13 +286,13 @@ def _shard_row(result: ShardResult) -> dict[str, Any]:
         "system": result.system,
         "configuration": result.configuration,
         "ended": result.ended,
-        "requested": result.requested,
-        "executed": result.executed,
+        "requested": int(result.requested),
+        "executed": int(result.executed),
         "wall_s": result.wall_s,
         "canary_fault": canary.get("fault"),
         "canary_verdict": canary.get("verdict"),
         "canary_why": canary.get("why"),
-        "provenance": json.dumps(result.provenance, sort_keys=True) if result.provenance else None,
+        "provenance": json.dumps(dict(result.provenance), sort_keys=True) if result.provenance else None,
     }
 
 

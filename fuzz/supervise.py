@@ -185,7 +185,8 @@ def _attempt(spec: ShardSpec, watch: _Watch) -> tuple[ShardResult | None, ShardS
         _clear(folder)
         raise UsageError(reason)
     if end.orderly and end.status == STATUS_NO_ROOM:
-        _note(watch, end, "no room", reason)
+        with contextlib.suppress(OSError):  # for which there may be no room either; what is to be said is said
+            _note(watch, end, "no room", reason)
         raise NoRoom(f"{folder}: {reason}; make room, then resume: what is there is whole")
     if end.orderly and end.status == STATUS_OUT_OF_MEMORY:
         return _without_memory(spec, watch, end, reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import keyword
 import sys
@@ -11,11 +12,12 @@ from pathlib import Path
 import click
 
 from dsa_verify.errors import UsageError
+from dsa_verify.whole_files import reason_of, write_whole
 
 
 def run(name: str, folder: Path) -> None:
     """Writes NAME.py and test_NAME.py into `folder`. UsageError for a name that is none or
-    is taken, or files that are there."""
+    is taken, files that are there, or a folder that cannot be written; then it leaves neither."""
     if not name.isidentifier() or keyword.iskeyword(name):
         raise UsageError(f"{name!r} cannot be the name of a module; use letters, digits and underscores")
     targets = {folder / f"{name}.py": "pipeline.py.txt", folder / f"test_{name}.py": "test_pipeline.py.txt"}
@@ -25,9 +27,14 @@ def run(name: str, folder: Path) -> None:
     if _importable(name):
         raise UsageError(f"{name!r}: a module of that name is installed already and would be it; choose another name")
     class_name = "".join(part.capitalize() for part in name.split("_") if part) or name
-    for path, template in targets.items():
-        text = (files("dsa_verify") / "templates" / template).read_text(encoding="utf-8")
-        path.write_text(text.replace("CLASS", class_name).replace("NAME", name), encoding="utf-8")
+    try:
+        for path, template in targets.items():
+            text = (files("dsa_verify") / "templates" / template).read_text(encoding="utf-8")
+            write_whole(path, text.replace("CLASS", class_name).replace("NAME", name), durable=False)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            next(iter(targets)).unlink(missing_ok=True)
+        raise UsageError(f"{path}: cannot be written ({reason_of(error)}); go to a folder that can be") from None
     click.echo(f"wrote {', '.join(map(str, targets))}")
     click.echo(f"next: pytest test_{name}.py, or dsa-verify replay --system decode --subject {name}:{class_name}")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from dsa_verify.errors import STATUS_DEVICE_LOST, STATUS_HARNESS, UsageError
+from dsa_verify.errors import STATUS_EQUAL, STATUS_HARNESS, UsageError
 
 
 def check_file(name: str) -> Path:
@@ -52,10 +52,11 @@ def check_folder(name: str) -> Path:
 
 
 def write(path: Path, text: str, status: int) -> int:
-    """Write `text`; `status`, or that of a broken harness if it cannot be written, which is then said."""
+    """Write `text`; if it cannot be written, that is said, and a run that would have passed has the status of a broken
+    harness. Any other `status` stands: a finding is one whether or not its report could be written."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         click.echo(f"dsa-verify: {path}: could not be written ({error.strerror}); make room, and run again", err=True)
-        return status if status == STATUS_DEVICE_LOST else STATUS_HARNESS
+        return STATUS_HARNESS if status == STATUS_EQUAL else status
     return status

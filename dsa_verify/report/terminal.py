@@ -71,6 +71,8 @@ class Terminal:
         self.say(f"  {finding.sentence}")
         if finding.law:
             self.say(f"  law: {finding.law} (contract 3.5)")
+        if finding.loss:
+            self.say(f"  {finding.loss}", BAD)
         if finding.reproduce:
             self.say(f"  reproduce: {finding.reproduce}")
 

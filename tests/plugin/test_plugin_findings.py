@@ -30,6 +30,23 @@ def test_nothing_is_left_without_a_finding(session, pytester: pytest.Pytester) -
     assert not (pytester.path / "dsa-findings").exists()
 
 
+def test_a_finding_is_told_where_its_case_cannot_be_saved(session, pytester: pytest.Pytester) -> None:
+    (pytester.path / "dsa-findings").write_text("no folder")
+    result = session(WRONG)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "never written: dsa_cache_seqlens_int32*",
+            "  the case could not be saved: File exists",
+            "  reproduce: pytest test_mine.py::test --dsa-preset=tiny",
+            "1 round(s) checked, 1 finding(s)",
+            "never written: dsa_cache_seqlens_int32*",
+            "  the case could not be saved: File exists",
+            "next: pytest test_mine.py::test --dsa-preset=tiny",
+        ]
+    )
+
+
 @pytest.mark.parametrize("value, said", [("file", "file: nothing can be put there (Not a*"), ("", "the name is*")])
 def test_bad_value(pytester: pytest.Pytester, value: str, said: str) -> None:
     (pytester.path / "file").write_text("")

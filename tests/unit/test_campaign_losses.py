@@ -16,13 +16,14 @@ import pytest
 from click.testing import CliRunner
 from played import ROUNDS, SHARDS, facts_of, plan_of, run, shown, values_of
 
+from dsa_verify.report import files
 from fuzz import campaign as campaign_module
 from fuzz import supervise as supervise_module
 from fuzz.campaign import main
 from fuzz.locks import held
 from fuzz.merge import merge
 from fuzz.plan import settle_plan
-from fuzz.shard import ORDERLY
+from fuzz.shard import ORDERLY, STATUS_NO_ROOM, CaseNotSaved, _status_of
 from fuzz.shard_folder import attempts_in, findings_in, read_json, shard_folder, write_json
 from fuzz.store import STORE_FILE, note_recheck
 from fuzz.supervise import _End, _Watch, supervise
@@ -113,8 +114,29 @@ def test_what_cannot_be_read_is_told_and_not_passed_over(ended: Path, name: str,
     path = shard_folder(ended, 0) / name
     path.write_bytes(b"\xff\xfe" if text == "\ufffd" else text.encode())
     result = command("report", str(ended))
-    assert getattr(result.exception, "status", None) == 3
-    assert f"{path.name}: not what this tool wrote" in str(result.exception)
+    assert result.exit_code == 3
+    assert f"shard 0: damaged: {path}: not what this tool wrote" in result.output
+    assert f"shard 0: damaged: {path}: not what this tool wrote" in command("status", str(ended)).output
+
+
+DAMAGED_RESULTS = ({"requested": "many"}, {"ended": {}}, {"canary": [1]}, {"coverage": {"never": 3}})
+
+
+@pytest.mark.parametrize("wrong", DAMAGED_RESULTS, ids=[next(iter(wrong)) for wrong in DAMAGED_RESULTS])
+def test_a_damaged_shard_hides_no_other(ended: Path, wrong: dict[str, Any]) -> None:
+    """Nor what it has found itself."""
+    before = facts_of(ended)
+    folder = shard_folder(ended, 1)
+    write_json(folder / "result.json", (read_json(folder / "result.json") or {}) | wrong)
+    (folder / "attempts").mkdir(exist_ok=True)
+    (folder / "attempts" / "0000.json").write_text("{")
+    after = facts_of(ended)
+    assert [Path(each["text"].partition(": ")[0]).name for each in after["damage"]] == ["0000.json", "result.json"]
+    assert (shown(after), after["shards"]) == (shown(before), SHARDS)
+    result = command("report", str(ended))
+    assert result.exit_code == 3
+    assert all(finding["key"] in result.output for finding in before["findings"])
+    assert after["rounds_executed"] >= ROUNDS * (SHARDS - 1)
 
 
 def test_a_store_that_another_process_keeps_is_told(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +162,43 @@ def test_a_folder_that_cannot_be_written_is_reported_on(ended: Path, monkeypatch
     result = command("report", str(ended))
     assert (result.exit_code, "findings; exit status 1" in result.output) == (1, True)
     assert {path: path.stat().st_mtime_ns for path in ended.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("DIR",), ("merge", "ENDED", "--into", "DIR"), ("waive", "LOCKED", "key", "--issue", "i"), ("recheck", "LOCKED")],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_folder_that_cannot_be_written_is_wrong_usage(
+    ended: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    def read_only(name: str) -> Path:
+        raise files.UsageError(f"{name}: nothing can be put there (Read-only file system); name another folder")
+
+    if "LOCKED" in arguments:
+        monkeypatch.setattr(campaign_module, "check_folder", read_only)
+    names = {"DIR": "/proc/campaign", "ENDED": str(ended), "LOCKED": str(ended)}
+    result = command(*(names.get(argument, argument) for argument in arguments))
+    assert getattr(result.exception, "status", None) == 2
+    assert ": nothing can be put there (" in str(result.exception)
+
+
+def test_a_shard_whose_case_cannot_be_saved_has_no_room(capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        raise CaseNotSaved("stale: page_table_1[0]; the case could not be saved: No space left on device")
+
+    assert _status_of(work) == STATUS_NO_ROOM
+    assert "stale: page_table_1[0]; the case could not be saved: No space" in capsys.readouterr().err
+
+
+def test_a_log_that_is_full_is_no_death(tmp_path: Path) -> None:
+    """What a shard cannot say must not end it otherwise than in order: that would be a crash of the subject."""
+    line = [sys.executable, "-m", "fuzz.shard", str(tmp_path)]
+    with (
+        Path("/dev/full").open("w") as full,
+        subprocess.Popen(line, stdin=subprocess.PIPE, stdout=full, stderr=full) as process,
+    ):
+        assert process.wait(60) == ORDERLY + 2  # there is no spec.json
 
 
 def test_a_full_disk_under_the_store_is_told(ended: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from dsa_verify import verify, whole_files
 from dsa_verify.commands import new
 from dsa_verify.faults import conduct, names
 
@@ -299,6 +301,75 @@ def test_a_disk_that_is_full_at_the_end_is_status_3(dsa_verify: Cli, tmp_path: P
     assert status == 3
     assert "dsa-verify: /dev/full: could not be written (No space left on device); make room, and run again" in text
     assert (tmp_path / "r.xml").exists()
+
+
+@pytest.mark.parametrize("line", [ONE, ONE.replace("replay", "fuzz")], ids=["replay", "fuzz"])
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS], ids=errno.errorcode.get)
+def test_a_finding_is_told_where_its_case_cannot_be_saved(
+    dsa_verify: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, error: int
+) -> None:
+    def refuse(path: Path, text: str, durable: bool) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(whole_files, "_replace", refuse)
+    verify._say_once.cache_clear()
+    status, text = dsa_verify(*line.split(), "--fault", "skip_refresh")
+    assert status == 1, text
+    result = json.loads((tmp_path / "r.json").read_text())
+    for finding in result["findings"]:
+        assert f"  {finding['sentence']}\n  the case could not be saved: {os.strerror(error)}\n" in text
+        assert (finding["case"], finding["reproduce"], finding["not_saved"]) == (None, None, os.strerror(error))
+    assert "Traceback" not in text
+    assert text.count("so a crash would leave no case") == 1
+
+
+def test_a_folder_in_which_nothing_can_be_put_still_gives_a_verdict(
+    dsa_verify: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it was named: then it is refused before anything runs."""
+    monkeypatch.chdir("/proc/self/task")
+    line = ONE.replace("r.json", str(tmp_path / "r.json")).split()
+    assert dsa_verify(*line)[0] == 0
+    status, text = dsa_verify(*line, "--fault", "skip_refresh")
+    assert (status, "the case could not be saved: No such file or directory" in text) == (1, True), text
+    assert dsa_verify(*line, "--findings", "dsa-findings")[0] == 2
+
+
+def test_a_small_case_that_cannot_be_saved_is_said(dsa_verify: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = whole_files._replace
+
+    def refuse(path: Path, text: str, durable: bool) -> None:
+        if path.name.endswith(".small.json"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(path, text, durable)
+
+    monkeypatch.setattr(whole_files, "_replace", refuse)
+    status, text = dsa_verify(*ONE.replace("replay", "fuzz").split(), "--fault", "skip_refresh")
+    assert status == 1
+    assert "  the small case could not be saved: No space left on device\n" in text
+    assert ".small.json" not in text
+
+
+@pytest.mark.parametrize("path", ["/dev/full", "r.json"])
+def test_a_report_that_cannot_be_written_takes_no_finding_away(dsa_verify: Cli, path: str) -> None:
+    outputs = ("--json", "/dev/full", "--junit", path)[: 2 if path == "/dev/full" else 4]
+    status, text = dsa_verify(*ONE.split()[:-2], "--fault", "skip_refresh", *outputs)
+    assert (status, "/dev/full: could not be written" in text) == (1, True), text
+
+
+def test_new_in_a_folder_that_cannot_be_written_is_status_2(dsa_verify: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = whole_files._replace
+
+    def refuse(path: Path, text: str, durable: bool) -> None:
+        if path.name.startswith("test_"):
+            raise OSError(errno.EROFS, "Read-only file system")
+        replace(path, text, durable)
+
+    monkeypatch.setattr(whole_files, "_replace", refuse)
+    status, text = dsa_verify("new", "mine")
+    assert status == 2
+    assert text == "dsa-verify: test_mine.py: cannot be written (Read-only file system); go to a folder that can be\n"
+    assert list(Path().iterdir()) == []
 
 
 def test_what_nobody_expected_is_status_3(dsa_verify: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

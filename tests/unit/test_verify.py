@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from support import DEVICE, EagerDecode, backend, decode_round, job_of, small
 
 from dsa_verify import verify as verify_module
+from dsa_verify import whole_files
 from dsa_verify.errors import DeviceLost, HarnessError
 from dsa_verify.faults.conduct import WrongOnce
 from dsa_verify.findings import Diagnosis, Finding
@@ -160,6 +162,41 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest
     (finding,), _ = verify(None, fault="off_by_one_page")
     assert (finding.case, finding.reproduce) == (None, None)
     assert list(tmp_path.iterdir()) == []
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str, durable: bool) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(whole_files, "_replace", full)
+
+
+@pytest.mark.parametrize("fault", ["off_by_one_page", "allocates_in_replay", "flaky"])
+def test_a_finding_outlives_its_case(folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str):
+    full_disk(monkeypatch)
+    monkeypatch.setattr(WrongOnce, "struck", False)
+    (finding,), _ = verify(folder, fault=fault)
+    assert (finding.case, finding.reproduce, finding.not_saved) == (None, None, "No space left on device")
+    assert finding.loss == "the case could not be saved: No space left on device"
+    assert finding.sentence
+    assert not list(folder.iterdir())
+
+
+def test_a_journal_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "file").write_text("")
+    for _ in range(2):
+        findings, counts = verify(tmp_path / "file" / "findings")
+        assert (findings, counts.rounds_checked) == ([], len(ROUNDS))
+    said = f"dsa-verify: {tmp_path}/file/findings: nothing can be saved there (Not a directory), so a crash would leave"
+    assert capsys.readouterr().err == f"{said} no case\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the fault is real and ends the process; see tests/gpu")
+def test_a_lost_device_is_told_where_nothing_can_be_saved(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    full_disk(monkeypatch)
+    job = job_of(EAGER, fault="lost_device")
+    with pytest.raises(DeviceLost, match=r"illegal memory .*; the rounds up to then could not be saved: No space left"):
+        verify_rounds(job, [job.table(ROUNDS)], Counts(), folder=folder)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the fault is real and ends the process; see tests/gpu")
