@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 from dsa_verify import diagnose_dcp
 from dsa_verify.diagnose import Evidence, Moment, broken_law, diagnose_field, explain_guard, if_replayed_again
@@ -20,13 +20,14 @@ from dsa_verify.job import Job, remap_slots_of
 from dsa_verify.judge import RING_ENTRIES, Difference, Phase, Tally, expected_words, live_words
 from dsa_verify.layouts.indexer import scheduled_lengths
 from dsa_verify.regions import Kind, Region
-from dsa_verify.replayer import Lane, Replayer, SubjectFault, host_copy
+from dsa_verify.replayer import AddressChange, Lane, Replayer, SubjectFault, WrongRoute, host_copy
 from dsa_verify.rounds import RoundTable
 from dsa_verify.scenario import POISONS, Round
 from dsa_verify.waived_words import WaivedWords
 from dsa_verify.waivers import Waiver
 
 HISTORY_ROUNDS: Final = 32
+_Listed = TypeVar("_Listed", AddressChange, WrongRoute)
 Covered = tuple[int, str]  # a bucket, and the key of a waiver that covered words of it
 _ROUTES: Final = {Route.GLUE: "the captured graph", Route.EAGER: "eager work"}
 _FAULT_DIAGNOSES: Final = {
@@ -47,19 +48,31 @@ def confirm(job: Job, rounds: Sequence[Round], *, waived: set[Covered] | None = 
     history: deque[Moment] = deque(maxlen=HISTORY_ROUNDS)
     found: list[Finding] = []
     doubts: list[_Doubt] = []
+    told: set[object] = set()
     try:
         replayer = job.open(len(rounds), slots, record=True)
         capture = {bucket: _capture_moment(job, lane) for bucket, lane in replayer.lanes.items()}
 
-        def look(lane: Lane, row: int) -> bool:
-            moment = _moment(lane, table, row)
-            evidence = Evidence(layout=lane.layout, now=moment, earlier=list(history), capture=capture[lane.bucket])
-            found.extend(_findings(job, replayer, lane, evidence, doubts))
+        def evidence_of(lane: Lane, row: int, now: Moment | None = None) -> Evidence:
+            now = _moment(lane, table, row) if now is None else now
+            return Evidence(layout=lane.layout, now=now, earlier=list(history), capture=capture[lane.bucket])
+
+        def look_at_replay(lane: Lane, row: int) -> None:
+            evidence = evidence_of(lane, row)
+            found.extend(_findings(job, replayer, lane, evidence, doubts, told))
             found.extend(_beyond_waivers(job, lane, evidence, {finding.field for finding in found}, waived))
-            history.append(moment)
+            history.append(evidence.now)
+
+        def look(lane: Lane, row: int) -> bool:
+            if table.twice[row]:  # the first replay has been looked at
+                evidence = evidence_of(lane, row, history.pop())
+                found.extend(_findings(job, replayer, lane, evidence, doubts, told))
+                history.append(evidence.now)
+            else:
+                look_at_replay(lane, row)
             return bool(found)
 
-        replayer.run(table, after_round=look)
+        replayer.run(table, after_round=look, after_first=look_at_replay)
         if doubts:
             _replay_again(job, replayer, rounds[history[-1].round], slots, doubts)
             found = [_without_doubt(finding, doubts) for finding in found]
@@ -69,7 +82,7 @@ def confirm(job: Job, rounds: Sequence[Round], *, waived: set[Covered] | None = 
             if last is not None:
                 *earlier, now = history
                 evidence = Evidence(layout=last.layout, now=now, earlier=earlier, capture=capture[last.bucket])
-                found.extend(_findings(job, replayer, last, evidence, doubts))
+                found.extend(_findings(job, replayer, last, evidence, doubts, told))
     except SubjectFault as fault:
         return [fault_finding(job, fault)]
     return found
@@ -149,8 +162,10 @@ def flaky_waived(job: Job, waiver: Waiver, round_: int, bucket: int, attempts: i
     return dataclasses.replace(base, diagnosis=Diagnosis.FLAKY, sentence=sentence, field=waiver.field)
 
 
-def _findings(job: Job, replayer: Replayer, lane: Lane, evidence: Evidence, doubts: list[_Doubt]) -> list[Finding]:
-    """What is wrong after this round, in reporting order; adds to `doubts`."""
+def _findings(
+    job: Job, replayer: Replayer, lane: Lane, evidence: Evidence, doubts: list[_Doubt], told: set[object]
+) -> list[Finding]:
+    """What is wrong after this replay, in reporting order, but for what is in `told`; adds to it and to `doubts`."""
     tallies = replayer.poll()
     by_region: dict[tuple[Phase, int], list[tuple[int, Difference]]] = defaultdict(list)
     counts: dict[int, int] = {}
@@ -170,7 +185,7 @@ def _findings(job: Job, replayer: Replayer, lane: Lane, evidence: Evidence, doub
                 "the graph still writes the old one"
             ),
         )
-        for change in replayer.address_changes
+        for change in _untold(replayer.address_changes, told)
     ]
     findings += [
         dataclasses.replace(
@@ -181,29 +196,52 @@ def _findings(job: Job, replayer: Replayer, lane: Lane, evidence: Evidence, doub
                 f"it must be by {_ROUTES[wrong.expected]} (contract 7.4)"
             ),
         )
-        for wrong in replayer.wrong_routes
+        for wrong in _untold(replayer.wrong_routes, told)
     ]
     # Wrong inputs come first: what follows from them is wrong, too.
-    ordered = sorted(by_region.values(), key=lambda entries: entries[0][1].phase is not Phase.FILLED)
-    fields = {entries[0][1].region.name for entries in ordered if entries[0][1].region.kind is Kind.FIELD}
-    for entries in ordered:
+    ordered = sorted(by_region.items(), key=lambda item: item[0][0] is not Phase.FILLED)
+    fields = {entries[0][1].region.name for _, entries in ordered if entries[0][1].region.kind is Kind.FIELD}
+    seen = [entries[0][1] for entries in by_region.values()]
+    for key, entries in ordered:
         bucket, first = entries[0]
+        if key in told:
+            continue
         if first.region.kind is Kind.FIELD and first.region.name in replaced:
             continue
         if first.region.kind is Kind.LAW and first.region.name in fields:
             continue  # the field's own finding says what the schedule does to its tiles
-        before = Phase.FILLED if first.region.kind is Kind.INPUT else Phase.BEFORE_GRAPH
-        name = first.region.name
-        if first.phase is Phase.REPLAY and any(
-            phase is before and name == earlier[0][1].region.name for (phase, _), earlier in by_region.items()
-        ):
-            continue  # what was wrong before the graph is still wrong after it
+        if _follows(first, seen):
+            continue
+        told.add(key)
         differences = [difference for _, difference in entries]
         if first.region.kind is Kind.FIELD and first.phase in (Phase.REPLAY, Phase.SECOND_REPLAY):
             differences = first_differences(first)
         base = dataclasses.replace(_base(job, bucket, first.round), differing=counts.get(id(first.region), 0))
         findings.append(_judged(base, evidence, differences, lane, doubts))
     return findings
+
+
+def _untold(items: Sequence[_Listed], told: set[object]) -> list[_Listed]:
+    """Those of `items` that are not in `told`, once each; adds them to it."""
+    new = [item for item in dict.fromkeys(items) if item not in told]
+    told.update(new)
+    return new
+
+
+def _follows(first: Difference, seen: Sequence[Difference]) -> bool:
+    """Whether what `first` says follows from another of `seen`, which lie in the same round."""
+    region = first.region
+    if first.phase is Phase.REPLAY:
+        # What was wrong before the graph is still wrong after it.
+        before = Phase.FILLED if region.kind is Kind.INPUT else Phase.BEFORE_GRAPH
+        return any(each.phase is before and each.region.name == region.name for each in seen)
+    if first.phase is Phase.SECOND_REPLAY:
+        earlier = [each.region for each in seen if each.phase is Phase.REPLAY]
+        if region.kind is Kind.FIELD:
+            # The first replay has changed an input, so that the second had another.
+            return any(each.kind is Kind.INPUT for each in earlier)
+        return any((each.kind, each.name) == (region.kind, region.name) for each in earlier)
+    return False
 
 
 def first_differences(seen: Difference) -> list[Difference]:

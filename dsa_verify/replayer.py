@@ -33,6 +33,7 @@ from dsa_verify.errors import (
     UsageError,
 )
 from dsa_verify.feed import Feed
+from dsa_verify.first_replay import FirstReplay
 from dsa_verify.geometry import Geometry
 from dsa_verify.glue_routing import Route, route
 from dsa_verify.graphs import Backend, Graph
@@ -123,12 +124,14 @@ class Lane:
     judge_ready: Callable[[], None] | None
     judge_filled: Callable[[], None] | None
     judge_laws: Callable[[], None] | None
+    update_shown: Callable[[Phase], None]
     laws: LawWatch
     waived: tuple[WaivedWords, ...]
     routed: Routed | None
     judges: tuple[Judge, ...]
     ledger: dict[str, Identity]
     at_capture: dict[str, torch.Tensor]
+    first_replay: FirstReplay | None = None
     rounds: int = 0
 
 
@@ -136,8 +139,9 @@ class Replayer:
     """Captures `buckets` on construction; `run` replays a table of rounds, `poll` says what was seen so far.
 
     `capacity`: rounds of one table at most. `remap_slots`: remapped requests of one round at most. `record`: keep
-    what the oracle gave for the capture-time inputs, which the diagnosis compares with, and judge the inputs before the
-    subject could touch them. `forget`: inputs whose pad tails are not reset. `leave_out`: fields that are not compared.
+    what the oracle gave for the capture-time inputs, which the diagnosis compares with, judge the inputs before the
+    subject could touch them, and hold a second replay against the first, not against the oracle. `forget`: inputs
+    whose pad tails are not reset. `leave_out`: fields that are not compared.
     `form`: what the subject has otherwise than the contract, and rightly so.
     `waivers`: known differences, which the judge does not see.
     """
@@ -166,6 +170,7 @@ class Replayer:
         self.address_changes: list[AddressChange] = []
         self.wrong_routes: list[WrongRoute] = []
         self.rounds_run = 0
+        self._round_number = 0  # of the round in progress, or of the last one
         self._last: Lane | None = None
         # A graph holds bare addresses: what its body refers to must live as long as the graph.
         self._captured: list[Callable[[], None]] = []
@@ -197,15 +202,23 @@ class Replayer:
             lane.ledger = self._identities(lane)
         self.compilations_after_warmup = 0  # while rounds ran; what explains a finding compiles kernels of its own
 
-    def run(self, table: RoundTable, *, after_round: Callable[[Lane, int], bool] | None = None) -> None:
-        """Replay every round of `table`; stops early when `after_round(lane, row)` returns True."""
+    def run(
+        self,
+        table: RoundTable,
+        *,
+        after_round: Callable[[Lane, int], bool] | None = None,
+        after_first: Callable[[Lane, int], None] | None = None,
+    ) -> None:
+        """Replay every round of `table`; stops early when `after_round(lane, row)` returns True. `after_first` is
+        called where a round is replayed twice, when the buffers hold what the first replay left."""
         self.feed.upload(table)
         rounds = zip(table.bucket.tolist(), table.raw.tolist(), table.twice.tolist(), strict=True)
         before = self._compilations()
         try:
             with memory_told_apart():
                 for i, (bucket, raw, twice) in enumerate(rounds):
-                    self._round(self.lanes[bucket], raw, bool(twice))
+                    between = None if after_first is None else functools.partial(after_first, self.lanes[bucket], i)
+                    self._round(self.lanes[bucket], raw, bool(twice), between)
                     if after_round is not None and after_round(self.lanes[bucket], i):
                         return
         finally:
@@ -231,7 +244,7 @@ class Replayer:
                 first = [difference for tally in seen for difference in tally.first]
                 first.sort(key=lambda difference: (difference.round, difference.phase))
                 tallies[lane.bucket] = Tally(compared=seen[0].compared, differing=differing, first=tuple(first))
-                self._check_identities(lane, max(self.rounds_run - 1, 0))
+                self._check_identities(lane, self._round_number)
         return tallies
 
     def to_explain(self) -> list[tuple[int, int, WaivedWords]]:
@@ -248,7 +261,8 @@ class Replayer:
 
     # One round -------------------------------------------------------------------------------------------------
 
-    def _round(self, lane: Lane, raw: int, twice: bool) -> None:
+    def _round(self, lane: Lane, raw: int, twice: bool, between: Callable[[], None] | None) -> None:
+        self._round_number = self.rounds_run
         with _device_errors():
             if self._last is not lane:
                 self._judge_constants()
@@ -263,14 +277,29 @@ class Replayer:
             if lane.judge_laws is not None and self._law_is_due(lane):
                 lane.judge_laws()
             if twice:
-                self._replay_subject(lane, raw)
-                lane.judge(Phase.SECOND_REPLAY)
+                self._replay_again(lane, raw, between)
         self._check_pointers(lane)
         lane.rounds += 1
         self.rounds_run += 1
         self._last = lane
         if self._record:
             self._judge_constants()
+
+    def _replay_again(self, lane: Lane, raw: int, between: Callable[[], None] | None) -> None:
+        if between is not None:
+            between()
+        if not self._record:
+            self._replay_subject(lane, raw)
+            lane.judge(Phase.SECOND_REPLAY)
+            return
+        if lane.first_replay is None:
+            judge = lane.judges[0]
+            lane.first_replay = FirstReplay(judge.regions, lane.waived, self.device, self.feed.round_index)
+            lane.judges += (lane.first_replay.judge,)
+        lane.first_replay.keep()
+        self._replay_subject(lane, raw)
+        lane.update_shown(Phase.SECOND_REPLAY)
+        lane.first_replay.compare()
 
     def _judge_constants(self) -> None:
         """What the rounds of the last bucket did to inputs that no round writes: too much to look at in each."""
@@ -421,11 +450,14 @@ class Replayer:
             for words in waived:
                 words.remember()
 
-        def look(judge: Judge, phase: Phase) -> None:
+        def update_shown(phase: Phase) -> None:
             for item in items.values():
                 item.update()
             for words in waived:
                 words.update(phase)
+
+        def look(judge: Judge, phase: Phase) -> None:
+            update_shown(phase)
             judge.launch(phase)
 
         def look_at_laws() -> None:
@@ -453,6 +485,7 @@ class Replayer:
             judge_ready=if_any(ready, lambda: look(ready, Phase.BEFORE_GRAPH)),
             judge_filled=if_any(filled, lambda: filled.launch(Phase.FILLED)),
             judge_laws=if_any(lawful, look_at_laws),
+            update_shown=update_shown,
             laws=laws,
             waived=tuple(waived),
             routed=subject if isinstance(subject, Routed) else None,

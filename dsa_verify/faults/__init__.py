@@ -210,6 +210,7 @@ FAULTS: Final[dict[str, Fault]] = {
             "a sum grows when the same inputs are replayed twice",
             outputs.GrowsOnRepeat,
             D.NOT_IDEMPOTENT,
+            D.WRONG_VALUE,
             field="cu_seqlens_k",
         ),
         _fault(

@@ -188,15 +188,17 @@ class OutputReplaced(Wrapper):
 class GrowsOnRepeat(Wrapper):
     def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
         super().allocate(geometry, inputs, buffers)
-        # Lengths and requests of the replay before; -1 is neither.
+        # Lengths and requests of the replay before, -1 is neither; and what it left, which a new round poisons.
         self._before = torch.full((2, inputs.seq_lens.numel()), -1, dtype=torch.int64, device=inputs.seq_lens.device)
+        self._left = self.target.clone()
 
     def in_graph(self) -> None:
-        self.inner.in_graph()
         now = torch.stack([self.inputs.seq_lens.long(), self.inputs.req_pool_indices.long()])
-        repeated = (now == self._before).all()
+        repeated = (now == self._before).all() & (self.target == self._left).all()
+        self.inner.in_graph()
         self.target.add_(repeated.to(self.target.dtype))
         self._before.copy_(now)
+        self._left.copy_(self.target)
 
 
 def _word_at(tensor: torch.Tensor, index: int) -> torch.Tensor:

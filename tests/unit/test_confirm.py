@@ -149,3 +149,56 @@ def test_a_fault_that_needs_an_indexer_names_a_preset_that_has_one() -> None:
     assert str(caught.value) == (
         "fault 'stale_draft_steps' needs an indexer (--preset tiny_pool) and draft_steps of 4 or more"
     )
+
+
+# Rounds that are replayed twice --------------------------------------------------------------------------------------
+
+TWICE = [decode_round(4, 17, 5, 30, twice=True)]
+PLACE = f"{LENGTHS}[0] (batch row 0, request 1, length 17)"
+
+
+class OneMore(EagerDecode):
+    def in_graph(self) -> None:
+        super().in_graph()
+        self.out[LENGTHS].add_(1)
+
+
+class AdvancesItsLengths(EagerDecode):
+    """Right in the first replay, and in any other over the inputs that this one leaves."""
+
+    def in_graph(self) -> None:
+        super().in_graph()
+        self.inputs.seq_lens.add_(1)
+
+
+def said(subject: type, **rest: object) -> list[tuple[str | None, Diagnosis]]:
+    return [(each.field, each.diagnosis) for each in confirm(job_of(subject, **rest), TWICE)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fault", [None, "past_the_end", "before_the_start", "wider_bucket_rows"])
+def test_what_both_replays_do_wrong_is_one_finding(fault: str | None) -> None:
+    buckets = (4,) if fault is None else (6, 4)
+    (finding,) = confirm(job_of(OneMore if fault is None else EagerDecode, fault=fault, buckets=buckets), TWICE)
+    assert finding.diagnosis is not Diagnosis.NOT_IDEMPOTENT
+
+
+def test_a_second_replay_is_held_against_the_first() -> None:
+    wrong, again = confirm(job_of(OneMore, fault=f"second_replay:{LENGTHS}"), TWICE)
+    assert wrong.sentence.startswith(f"boundary: {PLACE} is 18, must be 17: "), "what the first replay left"
+    assert again.sentence == (
+        f"not idempotent: {PLACE} was 18 after the first replay and 19 after a second one on the same inputs"
+    )
+    assert (again.got, again.want) == (19, 18)
+
+
+def test_a_second_replay_that_puts_things_right_is_not_idempotent() -> None:
+    late, again = confirm(job_of(Late), TWICE)
+    assert late.diagnosis is Diagnosis.STALE
+    assert late.sentence.startswith(f"stale: {PLACE} is 1, must be 17: ")
+    assert again.sentence == (
+        f"not idempotent: {PLACE} was 1 after the first replay and 17 after a second one on the same inputs"
+    )
+
+
+def test_a_replay_that_changes_its_inputs_is_not_called_unrepeatable() -> None:
+    assert said(AdvancesItsLengths) == [("seq_lens", Diagnosis.INPUT_OVERWRITTEN)]

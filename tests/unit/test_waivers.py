@@ -200,6 +200,7 @@ def test_a_word_of_the_first_round_that_is_called_otherwise_is_a_finding() -> No
 def test_what_a_second_replay_or_another_bucket_changes_is_not_covered() -> None:
     findings, counts = verify(OneMore, ledger_of(OneMore, **BOUNDARY), fault=f"second_replay:{LENGTHS}")
     assert seen(findings) == [(LENGTHS, Diagnosis.NOT_IDEMPOTENT)]
+    assert "length 7) was 8 after the first replay and 9 after a second one" in findings[0].sentence
     assert counts.waived > 0
     late = {"field": DSA, "diagnosis": ["stale", "frozen at capture", "never written"]}
     findings, counts = verify(UnwrittenLengths, ledger_of(UnwrittenLengths, **late), fault=f"other_bucket:{DSA}")
