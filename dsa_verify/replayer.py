@@ -129,6 +129,9 @@ class Lane:
     waived: tuple[WaivedWords, ...]
     routed: Routed | None
     judges: tuple[Judge, ...]
+    filled: Judge
+    fields: dict[str, Region]  # as they lie in memory, without those that a waiver covers words of
+    shown: dict[str, CanonicalItems | CanonicalClose | OwnRows]
     ledger: dict[str, Identity]
     at_capture: dict[str, torch.Tensor]
     first_replay: FirstReplay | None = None
@@ -490,6 +493,9 @@ class Replayer:
             waived=tuple(waived),
             routed=subject if isinstance(subject, Routed) else None,
             judges=(judge, private, constant, ready, filled, lawful),
+            filled=filled,
+            fields={name: region for name, region in regions.items() if name not in righted},
+            shown=items,
             ledger={},
             at_capture=at_capture,
         )
@@ -554,7 +560,7 @@ class Replayer:
     def _raise_fault(self, error: Exception | SystemExit, stage: str, bucket: int) -> None:
         if isinstance(error, (SubjectFault, DeviceLost, UsageError, NothingVerified)):
             raise error
-        _raise_if_lost(error)
+        raise_if_lost(error)
         if isinstance(error, CaptureError):
             doing = f" while doing {error.operation}" if error.operation else ""
             kind = "raises in capture" if error.operation is None else "synchronises in capture"
@@ -604,7 +610,7 @@ def _device_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        _raise_if_lost(error)
+        raise_if_lost(error)
         raise
 
 
@@ -614,7 +620,7 @@ def host_copy(buffers: Buffers) -> dict[str, torch.Tensor]:
     return {name: copy.view(torch.int32) if copy.dtype is torch.float32 else copy for name, copy in copies.items()}
 
 
-def _raise_if_lost(error: BaseException) -> None:
+def raise_if_lost(error: BaseException) -> None:
     text = str(error)
     if any(sign in text for sign in _STICKY):
         raise DeviceLost(

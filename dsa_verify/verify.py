@@ -27,6 +27,7 @@ from dsa_verify.job import Job
 from dsa_verify.judge import Tally
 from dsa_verify.matrix import CHUNK_ROUNDS, is_undefined
 from dsa_verify.memory import memory_told_apart
+from dsa_verify.planted import require_sight
 from dsa_verify.regions import Kind
 from dsa_verify.replayer import Lane, Replayer, SubjectFault
 from dsa_verify.rounds import RoundTable
@@ -84,7 +85,7 @@ def verify_rounds(
 
     `counts` is added to even if the run is interrupted; `on_rounds(n)` is called after n more rounds. `waivers_due`:
     whether these rounds have to show what is waived, if they come to their end. Raises DeviceLost (the rounds are saved
-    first), OutOfMemory and HarnessError.
+    first), OutOfMemory and HarnessError, also where nothing was found and the judges do not see what is then planted.
     """
     counts.configs += 1
     ended = False
@@ -105,7 +106,6 @@ def verify_rounds(
                 if beyond:
                     return beyond
         ended = True
-        return []
     except SubjectFault as fault:
         return [_with_case(fault_finding(job, fault), job, recent.up_to(fault.round or 0), folder)]
     except DeviceLost as lost:
@@ -115,6 +115,10 @@ def verify_rounds(
     finally:
         if replayer is not None:
             _count(replayer, counts, waivers_due=waivers_due and ended)
+    if replayer is not None:
+        with memory_told_apart():
+            require_sight(replayer)
+    return []
 
 
 def _rounds_kept(scenario: Scenario, folder: Path | None) -> str:

@@ -1,0 +1,244 @@
+"""Planted: differences that the judges must report where a configuration has shown none, or nothing they passed counts.
+
+The judge is made of torch, and the subject runs in the same process: it may have changed what torch's functions do. So
+one word of every field, guard and input is made wrong, the very judges of the run look again (on a GPU their captured
+graphs), and exactly these words must be in their rings. What is planted is chosen with Python's own arithmetic and
+written by address, on a GPU by methods of the C class of tensors, whose attributes nobody can assign to.
+
+Lifetime: the words are put back before the next bucket's are changed; the counters of the judges are left at zero.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+import torch
+
+from dsa_verify.contract import Compare
+from dsa_verify.errors import DsaVerifyError, HarnessError
+from dsa_verify.judge import RING_ENTRIES, Phase
+from dsa_verify.memory import lack_of_memory
+from dsa_verify.own_form import OwnRows
+from dsa_verify.regions import Kind, Region
+from dsa_verify.replayer import Lane, Replayer, raise_if_lost
+
+_FLIP: Final = 1 << 30  # makes an integer impossible and a float many times larger or smaller
+_NAMED: Final = 3  # replaced functions of torch in one sentence
+_Tensor: Final[Any] = torch._C.TensorBase  # type: ignore[attr-defined]
+
+
+def _functions() -> dict[str, object]:
+    spaces = (("torch", vars(torch)), ("torch.Tensor", vars(torch.Tensor)))
+    return {f"{space}.{name}": each for space, members in spaces for name, each in members.items() if callable(each)}
+
+
+_AT_IMPORT: Final = _functions()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Word:
+    """One word of the memory of `region`, and what it holds."""
+
+    region: Region
+    row: int
+    word: int
+    was: int
+
+    @classmethod
+    def of(cls, region: Region, row: int, word: int) -> _Word:
+        return cls(region, row, word, _read(region.got, row, word))
+
+    @property
+    def address(self) -> int:
+        return _address(self.region.got, self.row, self.word)
+
+    @property
+    def made(self) -> int:
+        return self.was ^ _FLIP
+
+
+# Ring entries by judge and region, each by its number.
+Seen = Mapping[tuple[int, int], list[list[int]]]
+
+
+def require_sight(replayer: Replayer) -> None:
+    """Raise HarnessError unless the judges of every bucket that has run see what is made wrong before their eyes."""
+    for lane in replayer.lanes.values():
+        if not lane.rounds:
+            continue
+        try:
+            # What another bucket has written since this one's last round stays out of it.
+            untouched = _look(lane)
+            for words in (_fields(lane), _surroundings(lane)):
+                _hold(lane, words, untouched, _planted(lane, words))
+        except DsaVerifyError:
+            raise
+        except Exception as error:
+            raise_if_lost(error)
+            if lack_of_memory(error) is not None:
+                raise
+            raise HarnessError(
+                f"the judge of bucket {lane.bucket} could not be tried on planted differences, it raised "
+                f"{type(error).__name__}: {error}; {_suspects()}"
+            ) from error
+
+
+def _planted(lane: Lane, words: Collection[_Word]) -> Seen:
+    """What the judges see while `words` are wrong."""
+    try:
+        for word in words:
+            _write(word.region.got, word.row, word.word, word.made)
+        return _look(lane)
+    finally:
+        for word in words:
+            _write(word.region.got, word.row, word.word, word.was)
+
+
+def _look(lane: Lane) -> Seen:
+    for judge in lane.judges:
+        judge.reset()
+    lane.judge(Phase.REPLAY)
+    lane.judge_private()
+    for look in (lane.judge_constants, lane.judge_ready, lane.judge_laws):
+        if look is not None:
+            look()
+    seen = {}
+    for number, judge in enumerate(lane.judges):
+        differing, _, ring = judge.counters
+        for index, count in enumerate(_Tensor.tolist(differing)):
+            if count:
+                seen[number, index] = _Tensor.tolist(ring)[index][: min(count, RING_ENTRIES)]
+        judge.reset()
+    return seen
+
+
+def _hold(lane: Lane, words: Collection[_Word], untouched: Seen, planted: Seen) -> None:
+    """HarnessError unless each judge that looks at `words` has seen them, and no other."""
+    memory = {_key(word.region): word.region for word in words}
+    expected: dict[object, list[_Word]] = defaultdict(list)
+    for word in words:
+        expected[_key(word.region)].append(word)
+    made = {word.address: word.made for word in words}
+    for number, judge in enumerate(lane.judges):
+        for index, region in enumerate(judge.regions):
+            if (number, index) in untouched or judge is lane.filled:
+                continue
+            entries = planted.get((number, index), [])
+            if region.kind is Kind.LAW:
+                if region.name in memory and not entries:
+                    raise HarnessError(_unseen(lane, f"a broken law of {region.name}"))
+                continue
+            lies_in = memory.get(_key(region), region).got
+            found = {_address(lies_in, row, word): (got, want) for _, _, row, word, got, want in entries}
+            for address, (got, want) in found.items():
+                if made.get(address) != got:
+                    raise HarnessError(
+                        f"the judge of bucket {lane.bucket} reports {region.kind.value} {region.name}, {got} for "
+                        f"{want}, where nothing was planted, so that nothing it says counts; {_suspects()}"
+                    )
+            for word in expected.get(_key(region), ()):
+                if word.address not in found:
+                    raise HarnessError(_unseen(lane, _description(word)))
+
+
+def _key(region: Region) -> object:
+    """What the regions of one memory have in common: of a field the judge may be shown a copy."""
+    return region.name if region.kind is Kind.FIELD else id(region)
+
+
+def _unseen(lane: Lane, what: str) -> str:
+    return (
+        f"the judge of bucket {lane.bucket} does not see a planted difference, {what}, so that nothing it has passed "
+        f"counts; {_suspects()}"
+    )
+
+
+def _description(word: _Word) -> str:
+    region = word.region
+    return f"{word.made} for {word.was} in {region.kind.value} {region.name}[{word.row}, word {word.word}]"
+
+
+def _suspects() -> str:
+    """What is known of a cause, and what is not."""
+    # What torch itself adds later is a submodule's; a method that it inherits is replaced by adding one.
+    replaced = [
+        name
+        for name, each in _functions().items()
+        if _AT_IMPORT.get(name) is not each and (name in _AT_IMPORT or name.startswith("torch.Tensor."))
+    ]
+    if not replaced:
+        return "no verdict can be drawn; the subject may have changed what functions of torch do"
+    verb = "has" if len(replaced) == 1 else "have"
+    more = f" and {len(replaced) - _NAMED} more" if len(replaced) > _NAMED else ""
+    return (
+        f"no verdict can be drawn; the subject may have changed functions of torch: since dsa-verify was imported "
+        f"{', '.join(sorted(replaced)[:_NAMED])}{more} {verb} been replaced"
+    )
+
+
+# Which words ---------------------------------------------------------------------------------------------------------
+
+
+def _fields(lane: Lane) -> list[_Word]:
+    """One live word of every field that has one, each where no other is."""
+    words: dict[int, _Word] = {}
+    for name, region in lane.fields.items():
+        place = _place(region, lane.layout[name].compare, lane.shown.get(name))
+        if place is not None:
+            word = _Word.of(region, *place)
+            words.setdefault(word.address, word)
+    return list(words.values())
+
+
+def _surroundings(lane: Lane) -> list[_Word]:
+    """A word of a guard, of an input, and of a constant input if there is one."""
+    first: dict[tuple[int, Kind], Region] = {}
+    for number, judge in enumerate(lane.judges):
+        for region in judge.regions:
+            if region.kind in (Kind.GUARD, Kind.INPUT) and judge is not lane.filled and region.got.numel():
+                first.setdefault((number, region.kind), region)
+    return [_Word.of(region, 0, 0) for region in first.values()]
+
+
+def _place(region: Region, compare: Compare, shown: object) -> tuple[int, int] | None:
+    """(row, word) of the last live element; None if there is none that is judged."""
+    rows, words = region.got.shape
+    if compare is Compare.ITEMS:
+        return (0, 0)  # what stands below the head is in no order
+    if region.live_rows is not None:
+        rows = min(rows, _read(region.live_rows.view(1, -1), 0, 0) + region.live_rows_extra)
+    for row in reversed(range(rows)):
+        request = row if region.row_request is None else _read(region.row_request.view(1, -1), 0, row)
+        live = words
+        if region.live_bound is not None:
+            bound = _read(region.live_bound.view(1, -1), 0, request)
+            elements = -(-(bound - region.column_start) // region.column_step)
+            live = min(words, elements * region.words_per_element)
+        if live > 0 and (not isinstance(shown, OwnRows) or shown.judges(request)):
+            return row, live - 1
+    return None
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def _address(words: torch.Tensor, row: int, word: int) -> int:
+    address: int = _Tensor.data_ptr(words) + 4 * (row * _Tensor.stride(words)[0] + word)
+    return address
+
+
+def _read(words: torch.Tensor, row: int, word: int) -> int:
+    if words.is_cuda:
+        return int(_Tensor.item(_Tensor.__getitem__(words, (row, word))))
+    return ctypes.c_int32.from_address(_address(words, row, word)).value
+
+
+def _write(words: torch.Tensor, row: int, word: int, value: int) -> None:
+    if words.is_cuda:
+        _Tensor.fill_(_Tensor.__getitem__(words, (row, word)), value)
+    else:
+        ctypes.c_int32.from_address(_address(words, row, word)).value = value
