@@ -34,6 +34,7 @@ _FAULT_DIAGNOSES: Final = {
     "wrong outputs": Diagnosis.WRONG_OUTPUTS,
     "synchronises in capture": Diagnosis.SYNCHRONISES,
     "allocates in replay": Diagnosis.ALLOCATES,
+    "changes torch's state": Diagnosis.CHANGES_TORCH,
 }
 
 
@@ -125,7 +126,7 @@ def fault_finding(job: Job, fault: SubjectFault) -> Finding:
         system=job.system.name,
         subject=job.subject,
         diagnosis=_FAULT_DIAGNOSES.get(fault.kind, Diagnosis.RAISES),
-        sentence=f"{fault.kind}: bucket {fault.bucket}: {fault}",
+        sentence=f"{fault.kind}: {'' if fault.bucket is None else f'bucket {fault.bucket}: '}{fault}",
         bucket=fault.bucket,
         round=fault.round,
         draft_tokens=job.geometry.draft_tokens,

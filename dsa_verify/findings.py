@@ -32,6 +32,7 @@ class Diagnosis(Enum):
     RAISES = "raises"
     SYNCHRONISES = "synchronises in capture"
     ALLOCATES = "allocates in replay"
+    CHANGES_TORCH = "changes torch's state"
     FLAKY = "flaky"
 
 

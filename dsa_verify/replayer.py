@@ -59,6 +59,7 @@ from dsa_verify.regions import (
 from dsa_verify.rounds import RoundTable
 from dsa_verify.subject import Buffers, Inputs, Routed, Subject, SubjectFactory, current_outputs
 from dsa_verify.systems import System
+from dsa_verify.torch_state import TorchState
 from dsa_verify.waived_words import WaivedWords
 from dsa_verify.waivers import Waiver
 
@@ -73,11 +74,12 @@ _STICKY: Final = ("illegal memory access", "misaligned address", "device-side as
 
 
 class SubjectFault(DsaVerifyError):
-    """The subject failed at `stage` (allocate, warm-up, capture, before_replay, replay) of `bucket`."""
+    """The subject failed at `stage` (allocate, warm-up, capture, before_replay, replay) of `bucket`, or in one of many
+    rounds (stage `rounds`), whose bucket is not known (None)."""
 
     status = 1
 
-    def __init__(self, stage: str, bucket: int, message: str, *, kind: str, round_: int | None = None):
+    def __init__(self, stage: str, bucket: int | None, message: str, *, kind: str, round_: int | None = None):
         super().__init__(message)
         self.stage, self.bucket, self.kind, self.round = stage, bucket, kind, round_
 
@@ -216,9 +218,9 @@ class Replayer:
         called where a round is replayed twice, when the buffers hold what the first replay left."""
         self.feed.upload(table)
         rounds = zip(table.bucket.tolist(), table.raw.tolist(), table.twice.tolist(), strict=True)
-        before = self._compilations()
+        before, state = self._compilations(), TorchState.now()
         try:
-            with memory_told_apart():
+            with memory_told_apart(), self._state_kept(state):
                 for i, (bucket, raw, twice) in enumerate(rounds):
                     between = None if after_first is None else functools.partial(after_first, self.lanes[bucket], i)
                     self._round(self.lanes[bucket], raw, bool(twice), between)
@@ -226,6 +228,29 @@ class Replayer:
                         return
         finally:
             self.compilations_after_warmup += self._compilations() - before
+
+    @contextlib.contextmanager
+    def _state_kept(self, state: TorchState) -> Iterator[None]:
+        """SubjectFault if `state` does not hold after many rounds, also if it was the harness that failed of it."""
+        first = self.rounds_run
+        try:
+            yield
+        except (SubjectFault, DeviceLost):
+            state.put_back()
+            raise
+        except Exception as error:
+            self._refuse_change(state, f"one of rounds {first} to {self.rounds_run}", "rounds", None, error)
+            raise
+        self._refuse_change(state, f"one of rounds {first} to {self.rounds_run - 1}", "rounds", None)
+
+    def _refuse_change(
+        self, state: TorchState, who: str, stage: str, bucket: int | None, cause: Exception | None = None
+    ) -> None:
+        changed = state.put_back()
+        if changed:
+            message = f"{who} changed the {changed}, for the whole process; put it back before returning"
+            kind = "changes torch's state"
+            raise SubjectFault(stage, bucket, message, kind=kind, round_=self._round_number) from cause
 
     def finish(self) -> None:
         """Judge once more what every bucket but the last still holds: its outputs must live through the run. Of the
@@ -330,6 +355,7 @@ class Replayer:
 
     def _replay_subject(self, lane: Lane, raw: int) -> None:
         stage = "before_replay"
+        state = TorchState.now() if self._record or lane.rounds < WATCHED_ROUNDS.stop else None
         try:
             work = self._routed(lane, raw)
             if lane.rounds in WATCHED_ROUNDS:
@@ -338,10 +364,14 @@ class Replayer:
                 self._refuse_kept(watch, lane)
             else:
                 lane.subject.before_replay()
+            if state is not None:
+                self._refuse_change(state, stage, stage, lane.bucket)
             if lane.judge_ready is not None:
                 lane.judge_ready()
             stage = "replay"
             work()
+            if state is not None:
+                self._refuse_change(state, stage, stage, lane.bucket)
         except (Exception, SystemExit) as error:
             self._raise_fault(error, stage, lane.bucket)
 
@@ -519,22 +549,27 @@ class Replayer:
     def _open_subject(
         self, layout: Layout, factory: SubjectFactory, inputs: Inputs, buffers: Buffers
     ) -> tuple[Subject, Graph]:
-        stage = "construct"
+        stage, state = "construct", TorchState.now()
         try:
             subject = factory()
+            self._refuse_change(state, stage, stage, layout.bucket)
             stage = "allocate"
             subject.allocate(self.geometry, inputs, buffers)
+            self._refuse_change(state, stage, stage, layout.bucket)
             self._check_outputs(subject, buffers, layout)
             stage = "warm-up"
             # Engines warm up before they capture: kernels compile and caches fill outside the graph.
             for _ in range(2):
                 subject.before_replay()
                 subject.in_graph()
+            self._refuse_change(state, stage, stage, layout.bucket)
             stage = "capture"
             graph = self.backend.capture(subject.in_graph, pool=self._pools[1])
+            self._refuse_change(state, stage, stage, layout.bucket)
             self._check_outputs(subject, buffers, layout)
             return subject, graph
         except (Exception, SystemExit) as error:
+            state.put_back()
             self._raise_fault(error, stage, layout.bucket)
             raise AssertionError from error  # _raise_fault always raises
 

@@ -107,7 +107,7 @@ def verify_rounds(
                     return beyond
         ended = True
     except SubjectFault as fault:
-        return [_with_case(fault_finding(job, fault), job, recent.up_to(fault.round or 0), folder)]
+        return [_failed(job, fault, recent, folder)]
     except DeviceLost as lost:
         rounds = recent.up_to(None)
         lost_in = f"{lost}{_undefined_schedule(job, rounds)}"
@@ -128,6 +128,16 @@ def _rounds_kept(scenario: Scenario, folder: Path | None) -> str:
     except OSError as error:
         return f"; the rounds up to then could not be saved: {reason_of(error)}"
     return "" if path is None else f"; the rounds up to then are in {path}"
+
+
+def _failed(job: Job, fault: SubjectFault, recent: _Recent, folder: Path | None) -> Finding:
+    rounds, finding = recent.up_to(fault.round or 0), fault_finding(job, fault)
+    if fault.stage == "rounds":
+        # Seen after many rounds: one at a time they say which.
+        exact = [each for each in confirm(job, rounds) if each.diagnosis is finding.diagnosis]
+        finding = exact[0] if exact else finding
+        rounds = rounds[: (finding.round or 0) + 1] if exact else rounds
+    return _with_case(finding, job, rounds, folder)
 
 
 def _undefined_schedule(job: Job, rounds: Sequence[Round]) -> str:
