@@ -239,21 +239,23 @@ class Geometry:
             )
 
 
+_TINY: Final = {"context": 203, "page_size": 4, "topk": 32, "heads": 2, "head_dim": 8}
+_TINY_INDEXER: Final = {"indexer": True, "multiprocessors": 5, "schedule": "tiny"}
+
 PRESETS: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v32": {"context": 131_072, "page_size": 64, "topk": 2048},
     "deepseek_v32_indexer": {"context": 131_072, "page_size": 64, "topk": 2048, "indexer": True},
     "glm53_flash": {"context": 131_072, "page_size": 64, "topk": 2048, "pool_size": 4, "indexer": True},
     "deepseek_v4": {"context": 131_072, "page_size": 256, "topk": 512},
     # Every boundary within reach of small numbers; the width is a multiple of neither the page nor a table block.
-    "tiny": {"context": 203, "page_size": 4, "topk": 32, "heads": 2, "head_dim": 8},
+    "tiny": _TINY,
+    "tiny_indexer": {**_TINY, **_TINY_INDEXER, "plan_rules": "tiny_low"},
     "tiny_pool": {
         "context": 603,
         "page_size": 4,
         "topk": 32,
         "pool_size": 4,
-        "indexer": True,
-        "multiprocessors": 5,
-        "schedule": "tiny",
+        **_TINY_INDEXER,
         "plan_rules": "tiny",
     },
     "tiny_v4": {

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import LOG_BASES, MAX_BATCH, PADDED_MODES, Geometry
+from dsa_verify.indexer_turns import architecture_turn, indexer_turn
 from dsa_verify.kpool_rules import shortest_length
 from dsa_verify.ragged_rules import graph_tokens
 from dsa_verify.rounds import PAD_REQUEST, Array, RoundTable, complete_table, seq_len_fill, tabulate
@@ -100,17 +101,20 @@ def diagnostic_matrix(
 
     Dtype and view of the inputs turn over the configurations, so that offset, strided and int32 inputs are part of
     every matrix, unless they are among the `fixed` fields of `geometry`. In every fourth, page tables are narrower than
-    requests may be, which no more than fill them (contract 1.6), unless OWN_TABLES is `fixed`.
+    requests may be, which no more than fill them (contract 1.6), unless OWN_TABLES is `fixed`. In every fourth other
+    the indexer is on, and where it is, the architecture turns (indexer_turns.py).
     """
     if "draft_tokens" in fixed:
         raise UsageError("draft_tokens: the matrix chooses it; give the draft lengths as drafts (--draft-tokens)")
     configs = []
     for i, (buckets, changes) in enumerate(_shapes(system, geometry, batches, drafts, fixed)):
+        base = indexer_turn(system, geometry, i, fixed)
         turning: dict[str, object] = {"input_view": _FORMS[i % 3], "index_dtype": _INDEX_DTYPES[i % 2]}
         if (i - i // 4) % 4 == 1 and OWN_TABLES not in fixed:
-            turning["table_width"] = geometry.context * 2 // 3 | 1  # odd, so that no page and no block divides it
+            turning["table_width"] = base.context * 2 // 3 | 1  # odd, so that no page and no block divides it
         if system.name == "dcp":
             turning |= {"dcp_size": DCP_SIZES[i % len(DCP_SIZES)], "log_base": LOG_BASES[i % 2]}
+        turning |= architecture_turn(base, i, fixed)
         turning["request_rows"] = max(geometry.request_rows, max(buckets) + 2)
         turning |= changes
         if geometry.request_rows <= max(buckets) and "request_rows" in fixed:
@@ -118,10 +122,19 @@ def diagnostic_matrix(
                 f"request_rows: {geometry.request_rows} rows are too few for a batch of {max(buckets)} requests and "
                 f"the pad request; use {max(buckets) + 1} or more"
             )
-        settled = geometry.replace(**{key: value for key, value in turning.items() if key not in fixed})
+        settled = base.replace(**{key: value for key, value in turning.items() if key not in fixed})
         count = rounds if rounds is not None else len(_script_shapes(system.name, buckets))
-        configs.append(Config(system=system, geometry=settled, buckets=buckets, rounds=count, seed=seed))
+        note = ", ".join(_what_is_special(geometry, settled))
+        configs.append(Config(system=system, geometry=settled, buckets=buckets, rounds=count, seed=seed, note=note))
     return configs
+
+
+def _what_is_special(geometry: Geometry, settled: Geometry) -> Iterator[str]:
+    """Of a configuration of `geometry`, beyond what all turn over."""
+    if settled.preset != geometry.preset:
+        yield settled.preset
+    if settled.architecture != geometry.architecture:
+        yield f"architecture {settled.architecture}"
 
 
 def _shapes(

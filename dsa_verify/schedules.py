@@ -135,13 +135,21 @@ VARIANTS: Final[dict[str, ScheduleVariant]] = {
             upstream="891d57b (2026-04-24)",
             wheels=("0.1.0", "0.1.3"),
         ),
-        # Not a device: V4b with a split within reach of the lengths of the `tiny_pool` geometry.
+        # Not devices: V4b and V5 with a split within reach of the lengths of the `tiny` geometries.
         ScheduleVariant(
             name="tiny",
             placement=Placement.TAIL,
             unit=Unit.ATOM,
             split=16,
             sentinel="explicit",
+        ),
+        ScheduleVariant(
+            name="tiny_runs",
+            placement=Placement.LEAD,
+            unit=Unit.TOKEN_RUN,
+            split=16,
+            architectures=(100,),
+            sentinel="written for every start past the end",
         ),
         ScheduleVariant(
             name="V4b",

@@ -24,6 +24,10 @@ DEFAULT_SUBJECT: Final = "triton"
 # Among the settled fields of an engine's subject: its tables are as wide as its own code makes them. Not `table_width`
 # itself, which edges set.
 OWN_TABLES: Final = "tables of the engine's width"
+# What only pipelines of our own take in every form, on every device: others have the indexer that they were asked for
+# with, or none, and its metadata for the device that they run on.
+OWN_PIPELINES: Final = "dsa_verify.pipelines."
+OF_THE_SUBJECT: Final = frozenset({"indexer", "architecture", "schedule"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +164,7 @@ def settled_geometry(
 ) -> tuple[Geometry, frozenset[str]]:
     """The geometry that a run of `subject` (a reference, a factory or None) starts from, and the fields of it that are
     settled, so that no matrix turns them over: `settings`, and what an engine's subject asks for beside them, with
-    OWN_TABLES.
+    OWN_TABLES. Whether there is an indexer is settled where a preset is named, and of a subject that is not ours.
 
     `preset` (None: that of the subject, else of the system) and `settings` are what the run says itself. UsageError
     for a wrong one.
@@ -168,10 +172,19 @@ def settled_geometry(
     engine = engine_subject(subject) if isinstance(subject, str) else None
     wanted = dict(settings) if engine is None else {**engine.settings, **settings}
     presets = system.presets if engine is None or engine.presets is None else engine.presets
+    fixed = set(wanted) if preset is None else {*wanted, "indexer"}
     if preset is None:
         preset = of_device(presets, device_type)
-    fixed = frozenset(wanted) if engine is None else frozenset({*wanted, OWN_TABLES})
-    return Geometry.resolve(preset, wanted), fixed
+    if engine is not None:
+        fixed.add(OWN_TABLES)
+    if not _is_ours(system, subject):
+        fixed |= OF_THE_SUBJECT
+    return Geometry.resolve(preset, wanted), frozenset(fixed)
+
+
+def _is_ours(system: System, subject: object) -> bool:
+    name = DEFAULT_SUBJECT if subject is None else subject
+    return isinstance(name, str) and system.subjects.get(name, "").startswith(OWN_PIPELINES)
 
 
 def subject_factory(system: System, reference: str | None) -> tuple[str, SubjectFactory]:

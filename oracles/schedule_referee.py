@@ -78,7 +78,7 @@ def _lay_out_runs(variant: ScheduleVariant, runs: Sequence[tuple[int, int, int]]
 
 
 def _splits(variant: ScheduleVariant, unit: int, length: int) -> list[Tile]:
-    size = {"V6": 384, "V120": 128, "tiny": 16}.get(variant.name, 256)
+    size = {"V6": 384, "V120": 128, "tiny": 16, "tiny_runs": 16}.get(variant.name, 256)
     tiles: list[Tile] = []
     while len(tiles) * size < length:
         tiles.append((unit, len(tiles)))

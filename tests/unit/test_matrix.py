@@ -255,7 +255,7 @@ def test_draft_extend_is_ragged_at_times_and_static_at_others():
 
 def test_scripted_draft_extend_is_ragged_too():
     """Zeros first, between and last, a round in which nobody extends, and static rounds."""
-    for config in matrix(SYSTEMS["draft_extend"], batches=[4, 16]):
+    for config in matrix(SYSTEMS["draft_extend"], batches=[4, 16], fixed=frozenset({"indexer"})):
         n = config.geometry.draft_tokens
         lens = [r.extend_lens for r in rounds_of(config) if r.raw_batch == config.buckets[0]]
         assert sum(set(each) == {n} for each in lens if each) >= 4
@@ -381,10 +381,11 @@ def test_boundaries_hold_the_thresholds_of_the_plans(preset: str):
 @systems
 @pytest.mark.parametrize("preset", [*PRESETS, "deepseek_v32_indexer", "tiny_pool"])
 def test_scripted_rounds_reach_all_boundaries(system: System, preset: str):
-    """Those of narrow tables, which few configurations have, near the width alone."""
+    """Those of narrow tables, which few configurations have, near the width alone; those of an indexer, where it is on
+    throughout."""
     seen: dict[bool, set[int]] = {False: set(), True: set()}
     wanted: dict[bool, set[int]] = {False: set(), True: set()}
-    for config in matrix(system, preset):
+    for config in matrix(system, preset, fixed=frozenset({"indexer"})):
         width = config.geometry.table_width
         around = boundaries(config.geometry).tolist() if not width else (width - 1, width, width + 1)
         wanted[width > 0] |= {length for length in around if length >= shortest_seq_len(system.name, config.geometry)}

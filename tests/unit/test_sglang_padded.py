@@ -17,7 +17,7 @@ from dsa_verify.geometry import PADDED_MODES, Geometry
 from dsa_verify.job import Job
 from dsa_verify.scenario import Round
 from dsa_verify.subject import load_attribute
-from dsa_verify.systems import OWN_TABLES, SYSTEMS, settled_geometry
+from dsa_verify.systems import OF_THE_SUBJECT, OWN_TABLES, SYSTEMS, settled_geometry
 from dsa_verify.verify import Counts, verify_rounds
 
 SYSTEM = SYSTEMS["padded"]
@@ -65,7 +65,7 @@ def test_the_presets_are_those_that_the_kernels_take() -> None:
             geometry, fixed = settled_geometry(SYSTEM, f"sglang:{name}", device_type)
             assert geometry.preset == preset
             assert geometry.page_size == 256
-            assert fixed == {OWN_TABLES} | ({"low_ratios"} if name == "padded_low_ratios" else set())
+            assert fixed == {OWN_TABLES, *OF_THE_SUBJECT} | ({"low_ratios"} if name == "padded_low_ratios" else set())
     assert settled_geometry(SYSTEM, "sglang:padded", "cpu", "tiny_v4")[0].preset == "tiny_v4"
 
 

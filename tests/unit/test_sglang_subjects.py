@@ -24,7 +24,7 @@ from dsa_verify.errors import STATUS_NOTHING_VERIFIED, STATUS_USAGE, NothingVeri
 from dsa_verify.runs import Run, Runner, open_run
 from dsa_verify.scenario import Scenario
 from dsa_verify.subject import load_attribute
-from dsa_verify.systems import OWN_TABLES, SYSTEMS, get_system, settled_geometry, subject_factory, systems_to_run
+from dsa_verify.systems import OF_THE_SUBJECT, OWN_TABLES, SYSTEMS, get_system, settled_geometry, subject_factory, systems_to_run
 from fuzz.campaign import main as campaign
 from fuzz.plan import Plan
 
@@ -58,7 +58,7 @@ def test_every_subject_is_found_without_sglang(absent: None, name: str) -> None:
     label, factory = subject_factory(get_system(subject.system), subject.name)
     assert (label, factory) == (subject.name, load_attribute(subject.reference))
     geometry, fixed = settled_geometry(get_system(subject.system), subject.name, "cuda")
-    assert fixed == {*subject.settings, OWN_TABLES}
+    assert fixed == {*subject.settings, OWN_TABLES, *OF_THE_SUBJECT}
     assert all(getattr(geometry, key) == value for key, value in subject.settings.items())
 
 

@@ -1,0 +1,157 @@
+"""What default runs visit of the indexer: empty requests in schedules, both architectures, pools, and whose runs."""
+
+from __future__ import annotations
+
+import pytest
+from support import backend
+
+from dsa_verify.findings import Finding
+from dsa_verify.geometry import Geometry
+from dsa_verify.indexer_turns import INDEXED_PRESETS, SYSTEMS_WITH_INDEXER
+from dsa_verify.job import Job
+from dsa_verify.matrix import EMPTY_SYSTEMS, Config, diagnostic_matrix
+from dsa_verify.pipelines import topk_plan
+from dsa_verify.pipelines.basic import Decode, TargetVerify
+from dsa_verify.schedules import VARIANTS, Unit
+from dsa_verify.subject import SubjectFactory
+from dsa_verify.systems import SYSTEMS, settled_geometry
+from dsa_verify.verify import Counts, verify_rounds
+
+indexed_systems = pytest.mark.parametrize("name", SYSTEMS_WITH_INDEXER)
+
+
+def default_matrix(name: str, subject: object = None, device: str = "cpu", **rest: object) -> list[Config]:
+    geometry, fixed = settled_geometry(SYSTEMS[name], subject, device, **rest)  # type: ignore[arg-type]
+    return diagnostic_matrix(SYSTEMS[name], geometry, fixed=fixed)
+
+
+def with_indexer(configs: list[Config]) -> list[Config]:
+    return [config for config in configs if config.geometry.indexer]
+
+
+def verify(config: Config, subject: SubjectFactory | str | None = None) -> list[Finding]:
+    job = Job.make(config.system, config.geometry, config.buckets, 0, subject, None, backend())
+    return verify_rounds(job, config.chunks(), Counts(), folder=None)
+
+
+@indexed_systems
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_quarter_of_a_default_run_has_the_indexer(name: str, device: str):
+    """On both architectures, alone and with pools, and each says so in its name."""
+    configs = default_matrix(name, device=device)
+    turned = with_indexer(configs)
+    assert len(turned) == 4 == len(configs) / 4
+    plain = SYSTEMS[name].preset(device)
+    assert {config.geometry.preset for config in configs if config not in turned} == {plain}
+    wanted = set(INDEXED_PRESETS[plain][: 1 if name == "ragged_verify" else 2])  # which has no write plan
+    assert {config.geometry.preset for config in turned} == wanted
+    assert {config.geometry.architecture for config in turned} == {90, 100}
+    for config in turned:
+        assert config.geometry.architecture in VARIANTS[config.geometry.schedule].architectures
+        assert config.name.endswith(config.note) and config.note.startswith(config.geometry.preset)
+        assert ("architecture 100" in config.note) is (config.geometry.architecture == 100)
+    assert {VARIANTS[config.geometry.schedule].unit for config in turned} == {Unit.ATOM, Unit.TOKEN_RUN}
+
+
+@pytest.mark.parametrize("name", EMPTY_SYSTEMS)
+def test_empty_requests_reach_schedules_and_plans(name: str):
+    """Beside others, on either architecture; pools alone forbid them."""
+    architectures = set()
+    for config in with_indexer(default_matrix(name)):
+        lengths = [r.seq_lens for table in config.chunks() for r in table.rounds() if any(r.seq_lens)]
+        if any(0 in each for each in lengths):
+            architectures.add(config.geometry.architecture)
+        else:
+            assert config.geometry.pool_size > 1 or max(config.buckets) < 3
+    assert architectures == {90, 100}
+
+
+def test_lengths_of_architecture_100_have_their_own_buffer():
+    shapes = set()
+    for config in with_indexer(default_matrix("target_verify")):
+        field = config.system.layout(config.geometry, 4)["paged_mqa_ctx_lens_2d"]
+        shapes.add((config.geometry.architecture, field.alias is None, field.columns > 1))
+    assert shapes == {(90, False, False), (100, True, True)}
+
+
+@pytest.mark.parametrize(
+    "subject, turns",
+    [(None, True), ("triton", True), ("in_graph", True), ("deep_gemm", False), (TargetVerify, False), ("a:B", False)],
+)
+def test_only_our_own_pipelines_are_asked_for_it(subject: object, turns: bool):
+    assert bool(with_indexer(default_matrix("target_verify", subject))) is turns
+    architectures = {c.geometry.architecture for c in default_matrix("target_verify", subject, preset="tiny_pool")}
+    assert architectures == ({90, 100} if turns else {90})
+
+
+def test_what_is_asked_for_does_not_turn():
+    assert not with_indexer(default_matrix("decode", preset="tiny"))
+    assert not with_indexer(default_matrix("decode", settings={"indexer": False}))
+    for settings in ({"architecture": 100}, {"architecture": 90}, {"schedule": "V4b"}):
+        for config in with_indexer(default_matrix("target_verify", settings=settings)):
+            assert all(getattr(config.geometry, key) == value for key, value in settings.items())
+            assert settings.get("architecture", 90) == config.geometry.architecture
+
+
+def test_settings_that_allow_no_pools_or_no_indexer_are_kept():
+    no_pools = with_indexer(default_matrix("decode", settings={"wide_table": False}))
+    assert len(no_pools) == 4 and {config.geometry.pool_size for config in no_pools} == {1}
+    assert not with_indexer(default_matrix("ragged_verify", settings={"pool_size": 4}))
+
+
+class NamesTheEmpty(Decode):
+    """Where an SM starts with the first tile of a request, it names the request before if that one is empty."""
+
+    def in_graph(self) -> None:
+        super().in_graph()
+        schedule, lengths = self._buffers.get("paged_mqa_schedule_metadata"), self._inputs.seq_lens
+        if schedule is not None:
+            before = (schedule[:, 0].long() - 1).clamp(min=0)
+            names = (schedule[:, 1] == 0) & (schedule[:, 0] < len(lengths)) & (schedule[:, 0] > 0)
+            schedule[:, 0] -= (names & (lengths[before] == 0)).int()
+
+
+class FirstColumnOnly(TargetVerify):
+    """Leaves the lengths of later draft positions as the first replay did, where each has a column of its own."""
+
+    def in_graph(self) -> None:
+        lengths = self._buffers["paged_mqa_ctx_lens_2d"][:, 1:]
+        kept = lengths.clone()
+        super().in_graph()
+        lengths.copy_(kept)
+
+
+@pytest.mark.parametrize(
+    "name, subject, field",
+    [
+        ("decode", NamesTheEmpty, "paged_mqa_schedule_metadata"),
+        ("target_verify", FirstColumnOnly, "paged_mqa_ctx_lens_2d"),
+    ],
+)
+def test_what_only_the_indexer_shows_is_found(name: str, subject: SubjectFactory, field: str):
+    config = with_indexer(diagnostic_matrix(SYSTEMS[name], Geometry.resolve("tiny")))[0]
+    assert field in {finding.field for finding in verify(config, subject)}
+
+
+def test_a_filler_of_the_table_of_thresholds_that_is_no_filler_is_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(topk_plan, "UNUSED", (0, 512))
+    config = with_indexer(default_matrix("decode"))[0]
+    assert {finding.field for finding in verify(config)} == {"topk_v2_plan"}
+
+
+OURS = [
+    (name, subject)
+    for name in SYSTEMS_WITH_INDEXER
+    for subject, reference in SYSTEMS[name].subjects.items()
+    if reference.startswith("dsa_verify.pipelines.") and subject != "triton"
+]
+
+
+@pytest.mark.parametrize("name, subject", OURS)
+def test_our_other_pipelines_are_right_on_architecture_100(name: str, subject: str):
+    geometry = Geometry.resolve("tiny_indexer", {"architecture": 100, "schedule": "tiny_runs"})
+    drafts = [3] if SYSTEMS[name].drafts else None
+    (config,) = diagnostic_matrix(
+        SYSTEMS[name], geometry, batches=[4], drafts=drafts, rounds=6, fixed=frozenset({"architecture", "schedule"})
+    )
+    assert verify(config, subject) == []
