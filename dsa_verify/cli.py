@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from dsa_verify import errors
+from dsa_verify.delivered import LINGER_S, TIMEOUT_S, can_supervise, deliver, left_threads, supervise
 from dsa_verify.report.files import check_file, check_folder
 from dsa_verify.report.streams import lasting_streams
 
@@ -136,6 +137,18 @@ _output_options = _options(
 )
 
 
+_timeout_option = click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0),
+    default=TIMEOUT_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="A subject, or a device, that makes no progress for so long hangs, and is killed; 0: wait for ever, as for a "
+    "debugger.",
+)
+
+
 @cli.command(epilog=STATUSES)
 @click.argument("cases", nargs=-1, metavar="[CASE]...", type=click.Path(path_type=Path))
 @click.option(
@@ -159,12 +172,17 @@ _output_options = _options(
 @click.option("--keep-going", is_flag=True, help="Go on to the next configuration after a finding.")
 @click.option("--junit", "junit_path", type=_FILE, help="Write JUnit XML there.")
 @_output_options
-def replay(**options: Any) -> None:
+@_timeout_option
+def replay(timeout_s: float, **options: Any) -> None:
     """Replay CASE files, or without any the diagnostic matrix: 16 configurations x 17 rounds a system (padded: 68)."""
-    device = _settle(options.pop("device"))
-    from dsa_verify.commands.replay import Options, run
 
-    _end(run(Options(**options), device))
+    def work() -> int:
+        device = _settle(options.pop("device"))
+        from dsa_verify.commands.replay import Options, run
+
+        return run(Options(**options), device)
+
+    _end(_delivered(work, timeout_s, options))
 
 
 @cli.command(epilog=STATUSES)
@@ -185,12 +203,17 @@ def replay(**options: Any) -> None:
     help="Time to make the case of a finding small; 0: leave it as it is.",
 )
 @_output_options
-def fuzz(**options: Any) -> None:
+@_timeout_option
+def fuzz(timeout_s: float, **options: Any) -> None:
     """Replay rounds of a serving engine in miniature, steered to what was never visited, until something is wrong."""
-    device = _settle(options.pop("device"))
-    from fuzz.command import Options, run
 
-    _end(run(Options(**options), device))
+    def work() -> int:
+        device = _settle(options.pop("device"))
+        from fuzz.command import Options, run
+
+        return run(Options(**options), device)
+
+    _end(_delivered(work, timeout_s, options))
 
 
 @cli.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
@@ -240,6 +263,30 @@ def faults(system: str | None) -> None:
     run(system)
 
 
+def _delivered(work: Callable[[], int], timeout_s: float, options: dict[str, Any]) -> int:
+    """The status that `work` hands back from a child; what is known and said if it does not."""
+    if not can_supervise():  # this process is not the command's own: its torch may hold a device and threads already
+        return work()
+    end = supervise(timeout_s, lambda record: LINGER_S, stack_on_signals=True)
+    if end is not None:
+        from dsa_verify.report.ends import report
+
+        return report(end, options)
+    pid = os.getpid()
+    try:
+        status = _status_of(work)
+    except SystemExit as error:  # a subject's: the commands end by returning
+        click.echo(f"dsa-verify: the harness was left by SystemExit({error.code!r}), no verdict", err=True)
+        status = errors.STATUS_HARNESS
+    if threads := left_threads():
+        click.echo(
+            f"dsa-verify: {len(threads)} thread(s) still run and are ended: {', '.join(threads)}; the verdict stands",
+            err=True,
+        )
+    deliver(status, pid)
+    raise AssertionError  # deliver ends the process
+
+
 def _end(status: int) -> None:
     if status == errors.STATUS_DEVICE_LOST:
         # Nothing may be asked of a lost device again, not even by the interpreter's own clearing up.
@@ -261,27 +308,32 @@ def main() -> None:
     # A subject may lie in the folder that the command is run from. Last, so that no json.py there hides another module.
     sys.path.append("")
     with lasting_streams():
-        _main()
+        sys.exit(_status_of(_main))
 
 
-def _main() -> None:
+def _main() -> int:
+    cli(standalone_mode=False)
+    return errors.STATUS_EQUAL
+
+
+def _status_of(work: Callable[[], int]) -> int:
+    """Do `work`; the exit status, what ended it being said."""
     try:
-        cli(standalone_mode=False)
-        sys.exit(errors.STATUS_EQUAL)
+        return work()
     except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
+        return stop.exit_code
     except click.ClickException as error:
         error.show()
-        sys.exit(errors.STATUS_USAGE)
-    except click.Abort:
-        sys.exit(errors.STATUS_INTERRUPTED)
+        return errors.STATUS_USAGE
+    except (click.Abort, KeyboardInterrupt):
+        return errors.STATUS_INTERRUPTED
     except errors.DsaVerifyError as error:
         click.echo(f"dsa-verify: {error}", err=True)
-        sys.exit(error.status)
+        return error.status
     except Exception as error:  # Python's own status for it, 1, says that the subject is wrong
         traceback.print_exc()
         click.echo(f"dsa-verify: the harness failed, no verdict: {type(error).__name__}: {error}", err=True)
-        sys.exit(errors.STATUS_HARNESS)
+        return errors.STATUS_HARNESS
 
 
 if __name__ == "__main__":

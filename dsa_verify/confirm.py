@@ -35,6 +35,7 @@ _FAULT_DIAGNOSES: Final = {
     "synchronises in capture": Diagnosis.SYNCHRONISES,
     "allocates in replay": Diagnosis.ALLOCATES,
     "changes torch's state": Diagnosis.CHANGES_TORCH,
+    "forks": Diagnosis.FORKS,
 }
 
 
@@ -51,7 +52,7 @@ def confirm(job: Job, rounds: Sequence[Round], *, waived: set[Covered] | None = 
     doubts: list[_Doubt] = []
     told: set[object] = set()
     try:
-        replayer = job.open(len(rounds), slots, record=True)
+        replayer = job.open(len(rounds), slots, record=True, first=table)
         capture = {bucket: _capture_moment(job, lane) for bucket, lane in replayer.lanes.items()}
 
         def evidence_of(lane: Lane, row: int, now: Moment | None = None) -> Evidence:

@@ -33,6 +33,9 @@ class Diagnosis(Enum):
     SYNCHRONISES = "synchronises in capture"
     ALLOCATES = "allocates in replay"
     CHANGES_TORCH = "changes torch's state"
+    CRASHES = "crashes"
+    HANGS = "hangs"
+    FORKS = "forks"
     FLAKY = "flaky"
 
 

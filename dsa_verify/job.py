@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from dsa_verify import progress
 from dsa_verify.engines import check_device
 from dsa_verify.errors import NothingVerified
 from dsa_verify.faults import check_field, forgotten_inputs, plant
@@ -87,9 +88,17 @@ class Job:
         module, name = getattr(subject, "__module__", None), getattr(subject, "__qualname__", None)
         return f"{module}:{name}" if module and name else repr(subject), subject
 
-    def open(self, rounds: int, remap_slots: int = REMAPS_PER_ROUND, *, record: bool = False) -> Replayer:
-        """Allocate and capture for tables of up to `rounds` rounds. This and what it opens raise OutOfMemory where
-        memory does not suffice."""
+    def open(
+        self,
+        rounds: int,
+        remap_slots: int = REMAPS_PER_ROUND,
+        *,
+        record: bool = False,
+        first: RoundTable | None = None,
+    ) -> Replayer:
+        """Allocate and capture for tables of up to `rounds` rounds, `first` being what is replayed first. This and what
+        it opens raise OutOfMemory where memory does not suffice."""
+        progress.current().open(self.scenario(()).to_json(), self.ledger.options, first)
         # Planted anew each time: a fault knows the buckets of its own run only.
         factory = self.factory if self.fault is None else plant(self.fault, self.factory, self.system.name)
         with memory_told_apart():

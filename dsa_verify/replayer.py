@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import os
 import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
@@ -18,6 +19,7 @@ from typing import Final
 
 import torch
 
+from dsa_verify import progress
 from dsa_verify.allocations import Allocations
 from dsa_verify.arena import Arena, Identity
 from dsa_verify.canonical import CanonicalClose, CanonicalItems, canonical
@@ -172,6 +174,7 @@ class Replayer:
         self._record, self._waivers, self._form = record, waivers, form
         self.system, self.geometry, self.backend = system, geometry, backend
         self.device = backend.device
+        self._slots, self._pid = progress.current().slots, os.getpid()
         self.address_changes: list[AddressChange] = []
         self.wrong_routes: list[WrongRoute] = []
         self.rounds_run = 0
@@ -217,6 +220,7 @@ class Replayer:
         """Replay every round of `table`; stops early when `after_round(lane, row)` returns True. `after_first` is
         called where a round is replayed twice, when the buffers hold what the first replay left."""
         self.feed.upload(table)
+        progress.current().chunk(table, self.rounds_run)
         rounds = zip(table.bucket.tolist(), table.raw.tolist(), table.twice.tolist(), strict=True)
         before, state = self._compilations(), TorchState.now()
         try:
@@ -226,6 +230,7 @@ class Replayer:
                     self._round(self.lanes[bucket], raw, bool(twice), between)
                     if after_round is not None and after_round(self.lanes[bucket], i):
                         return
+            self._refuse_copies()
         finally:
             self.compilations_after_warmup += self._compilations() - before
 
@@ -262,6 +267,7 @@ class Replayer:
 
     def poll(self) -> dict[int, Tally]:
         """What the judges have seen, by bucket; synchronises."""
+        self._slots[progress.STAGE] = progress.DEVICE
         with _device_errors():
             tallies = {}
             for lane in self.lanes.values():
@@ -273,6 +279,7 @@ class Replayer:
                 first.sort(key=lambda difference: (difference.round, difference.phase))
                 tallies[lane.bucket] = Tally(compared=seen[0].compared, differing=differing, first=tuple(first))
                 self._check_identities(lane, self._round_number)
+        self._slots[progress.STAGE] = progress.OURS
         return tallies
 
     def to_explain(self) -> list[tuple[int, int, WaivedWords]]:
@@ -290,7 +297,8 @@ class Replayer:
     # One round -------------------------------------------------------------------------------------------------
 
     def _round(self, lane: Lane, raw: int, twice: bool, between: Callable[[], None] | None) -> None:
-        self._round_number = self.rounds_run
+        self._round_number = self._slots[progress.ROUND] = self.rounds_run
+        self._slots[progress.BEATS] += 1
         with _device_errors():
             if self._last is not lane:
                 self._judge_constants()
@@ -306,7 +314,9 @@ class Replayer:
                 lane.judge_laws()
             if twice:
                 self._replay_again(lane, raw, between)
+        self._slots[progress.STAGE] = progress.OUTPUTS
         self._check_pointers(lane)
+        self._slots[progress.STAGE] = progress.OURS
         lane.rounds += 1
         self.rounds_run += 1
         self._last = lane
@@ -354,8 +364,9 @@ class Replayer:
         torch.cuda.current_stream(self.device).wait_stream(self._oracle_stream)
 
     def _replay_subject(self, lane: Lane, raw: int) -> None:
-        stage = "before_replay"
         state = TorchState.now() if self._record or lane.rounds < WATCHED_ROUNDS.stop else None
+        slots = self._slots
+        slots[progress.STAGE], slots[progress.BUCKET] = stage, bucket = progress.BEFORE_REPLAY, lane.bucket
         try:
             work = self._routed(lane, raw)
             if lane.rounds in WATCHED_ROUNDS:
@@ -364,16 +375,15 @@ class Replayer:
                 self._refuse_kept(watch, lane)
             else:
                 lane.subject.before_replay()
-            if state is not None:
-                self._refuse_change(state, stage, stage, lane.bucket)
+            self._back(stage, bucket, state)
             if lane.judge_ready is not None:
                 lane.judge_ready()
-            stage = "replay"
+            slots[progress.STAGE] = stage = progress.REPLAY
             work()
-            if state is not None:
-                self._refuse_change(state, stage, stage, lane.bucket)
+            self._back(stage, bucket, state)
         except (Exception, SystemExit) as error:
-            self._raise_fault(error, stage, lane.bucket)
+            self._raise_fault(error, stage, bucket)
+        slots[progress.STAGE] = progress.OURS
 
     def _routed(self, lane: Lane, raw: int) -> Callable[[], None]:
         """The graph's replay, or the same work done eagerly where the subject takes that route."""
@@ -549,29 +559,58 @@ class Replayer:
     def _open_subject(
         self, layout: Layout, factory: SubjectFactory, inputs: Inputs, buffers: Buffers
     ) -> tuple[Subject, Graph]:
-        stage, state = "construct", TorchState.now()
+        bucket, state = layout.bucket, TorchState.now()
+        self._enter(stage := progress.CONSTRUCT, bucket)
         try:
             subject = factory()
-            self._refuse_change(state, stage, stage, layout.bucket)
-            stage = "allocate"
+            self._back(stage, bucket, state)
+            self._enter(stage := progress.ALLOCATE, bucket)
             subject.allocate(self.geometry, inputs, buffers)
-            self._refuse_change(state, stage, stage, layout.bucket)
+            self._back(stage, bucket, state)
             self._check_outputs(subject, buffers, layout)
-            stage = "warm-up"
+            self._enter(stage := progress.WARM_UP, bucket)
             # Engines warm up before they capture: kernels compile and caches fill outside the graph.
             for _ in range(2):
                 subject.before_replay()
                 subject.in_graph()
-            self._refuse_change(state, stage, stage, layout.bucket)
-            stage = "capture"
+            self._back(stage, bucket, state)
+            self._enter(stage := progress.CAPTURE, bucket)
             graph = self.backend.capture(subject.in_graph, pool=self._pools[1])
-            self._refuse_change(state, stage, stage, layout.bucket)
+            self._back(stage, bucket, state)
             self._check_outputs(subject, buffers, layout)
+            self._slots[progress.STAGE] = progress.OURS
             return subject, graph
         except (Exception, SystemExit) as error:
             state.put_back()
-            self._raise_fault(error, stage, layout.bucket)
+            self._raise_fault(error, stage, bucket)
             raise AssertionError from error  # _raise_fault always raises
+
+    # What is noted while code of the subject runs ------------------------------------------------------------------
+
+    def _enter(self, stage: int, bucket: int) -> None:
+        self._slots[progress.STAGE], self._slots[progress.BUCKET] = stage, bucket
+
+    def _back(self, stage: int, bucket: int, state: TorchState | None) -> None:
+        """The subject has come back from `stage`, whose torch was as `state` before, where that was looked at."""
+        self._end_if_copy(stage, bucket)
+        if state is not None:
+            self._refuse_change(state, progress.STAGES[stage], progress.STAGES[stage], bucket)
+
+    def _end_if_copy(self, stage: int, bucket: int) -> None:
+        """A copy of the process that the subject has made, and that came back, ends here."""
+        if os.getpid() != self._pid:
+            progress.current().end_copy(stage, bucket, self._slots[progress.ROUND])
+
+    def _refuse_copies(self) -> None:
+        slots = self._slots
+        self._end_if_copy(slots[progress.STAGE], slots[progress.BUCKET])
+        if slots[progress.COPIES]:
+            slots[progress.COPIES] = 0
+            stage, bucket, round_ = (
+                slots[slot] for slot in (progress.COPY_STAGE, progress.COPY_BUCKET, progress.COPY_ROUND)
+            )
+            message = progress.copy_sentence(stage, round_)
+            raise SubjectFault(progress.STAGES[stage], bucket, message, kind="forks", round_=max(round_, 0))
 
     def _check_outputs(self, subject: Subject, buffers: Buffers, layout: Layout) -> None:
         wrong = wrong_outputs(layout, current_outputs(subject, buffers))
@@ -592,7 +631,9 @@ class Replayer:
         outputs = current_outputs(lane.subject, lane.buffers)
         return {field.name: Identity.of(outputs[field.name]) for field in lane.layout if field.name in outputs}
 
-    def _raise_fault(self, error: Exception | SystemExit, stage: str, bucket: int) -> None:
+    def _raise_fault(self, error: Exception | SystemExit, number: int, bucket: int) -> None:
+        self._end_if_copy(number, bucket)
+        self._slots[progress.STAGE], stage = progress.OURS, progress.STAGES[number]
         if isinstance(error, (SubjectFault, DeviceLost, UsageError, NothingVerified)):
             raise error
         raise_if_lost(error)

@@ -99,14 +99,15 @@ class Runner:
     """Runs configurations or cases on `backend`.
 
     `folder`: where cases of findings go (None: nowhere). `keep_going`: go on to the next configuration after a
-    finding. `on_rounds(n)`: called after n more rounds; `on_finding(finding)`: as soon as one is known. `ledger`: the
-    differences that are known. A case need not show them: it is what was left of many rounds.
+    finding. `on_rounds(n)`: called after n more rounds; `on_outcome()`: after each configuration or case;
+    `on_finding(finding)`: as soon as one is known. `ledger`: the differences that are known. A case need not show them: it is what was left of many rounds.
     """
 
     backend: Backend
     folder: Path | None = FINDINGS_FOLDER
     keep_going: bool = False
     on_rounds: Callable[[int], None] = lambda count: None
+    on_outcome: Callable[[], None] = lambda: None
     on_finding: Callable[[Finding], None] = lambda finding: None
     ledger: Ledger = NO_WAIVERS
 
@@ -164,6 +165,7 @@ class Runner:
             run.wall_s += wall_s
         run.findings += found
         run.outcomes.append(Outcome(name=name, findings=tuple(found), wall_s=wall_s))
+        self.on_outcome()
         for finding in found:
             self.on_finding(finding)
 

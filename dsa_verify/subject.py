@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from dsa_verify import progress
 from dsa_verify.contract import Layout
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import Geometry
@@ -151,6 +152,8 @@ def load_attribute(reference: str) -> Any:
     module_name, _, attribute = reference.partition(":")
     if not module_name or not attribute:
         raise UsageError(f"subject {reference!r}: not of the form module:attribute; for example my_pipeline:MySubject")
+    slots = progress.current().slots
+    slots[progress.STAGE], stage = progress.IMPORT, slots[progress.STAGE]
     try:
         value: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a user's module may do anything while it is imported
@@ -158,6 +161,8 @@ def load_attribute(reference: str) -> Any:
             f"subject {reference!r}: importing {module_name!r} raised {type(error).__name__}: {error}"
             f"{_import_remedy(error, module_name)}"
         ) from error
+    finally:
+        slots[progress.STAGE] = stage
     for part in attribute.split("."):
         if not hasattr(value, part):
             raise UsageError(f"subject {reference!r}: {module_name!r} has no attribute {part!r}; check the spelling")

@@ -97,7 +97,7 @@ def verify_rounds(
                 recent.append(table)
                 with _journal(job, table, folder):
                     if replayer is None:
-                        replayer = job.open(max(len(table), CHUNK_ROUNDS), table.remap_rows.shape[1])
+                        replayer = job.open(max(len(table), CHUNK_ROUNDS), table.remap_rows.shape[1], first=table)
                     _replay(replayer, table, on_rounds)
                     wrong = first_wrong_round(replayer, replayer.poll())
                 if wrong is not None:

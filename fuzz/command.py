@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from dsa_verify import progress
 from dsa_verify.device import environment
 from dsa_verify.errors import UsageError
 from dsa_verify.findings import Diagnosis, Finding
@@ -84,7 +85,7 @@ def run(options: Options, device: torch.device) -> int:
                 terminal.begin(system.name)
                 result = open_run(system.name, options.subject, backend, ledger)
                 runs.append(result)
-                results.append(_fuzz_system(system, configs, rounds, options, result, terminal, backend, ledger))
+                results.append(_fuzz_system(system, configs, rounds, options, runs, terminal, backend, ledger))
                 if result.findings and not options.keep_going:
                     break
 
@@ -120,11 +121,14 @@ def _fuzz_system(
     configs: Sequence[Config],
     rounds: int,
     options: Options,
-    result: Run,
+    runs: Sequence[Run],
     terminal: Terminal,
     backend: Backend,
     ledger: Ledger,
 ) -> dict[str, Any]:
+    """Fuzz `configs`, adding to the last of `runs`."""
+    result = runs[-1]
+    progress.current().results(runs)
     parts: list[FuzzResult] = []
     start = time.perf_counter()
     for i, config in enumerate(configs):
@@ -157,6 +161,7 @@ def _fuzz_system(
         result.wall_s = time.perf_counter() - start
         result.findings += part.findings
         result.outcomes.append(Outcome(name=config.name, findings=part.findings, wall_s=result.wall_s))
+        progress.current().results(runs)
         for finding in part.findings:
             terminal.finding(finding)
         if part.findings:

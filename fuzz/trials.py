@@ -190,7 +190,8 @@ class _Screen:
         self._job, self._field = job, field
         self._rounds, self._slots = len(base.rounds), max(remap_slots_of(base.rounds), SCREEN_REMAPS)
         try:
-            self._replayer = job.open(self._rounds, self._slots, record=True)
+            table = job.table(base.rounds, self._slots)
+            self._replayer = job.open(self._rounds, self._slots, record=True, first=table)
         except (SubjectFault, HarnessError):
             self.works = False
             return

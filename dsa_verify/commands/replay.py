@@ -10,6 +10,7 @@ from typing import Final
 
 import torch
 
+from dsa_verify import progress
 from dsa_verify.device import environment
 from dsa_verify.edges import edges, why_not_here
 from dsa_verify.errors import UsageError
@@ -77,6 +78,7 @@ def run(options: Options, device: torch.device) -> int:
             folder=options.folder,
             keep_going=options.keep_going,
             on_rounds=terminal.advance,
+            on_outcome=lambda: progress.current().results(runs),
             on_finding=terminal.finding,
             ledger=ledger,
         )
@@ -86,6 +88,7 @@ def run(options: Options, device: torch.device) -> int:
                 terminal.begin(item.label)
                 result = open_run(item.system, item.subject(options), backend, ledger)
                 runs.append(result)
+                progress.current().results(runs)
                 item.start(runner, options, result)
                 terminal.end(result)
 

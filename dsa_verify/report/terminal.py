@@ -19,6 +19,7 @@ from dsa_verify.errors import (
 )
 from dsa_verify.findings import Finding
 from dsa_verify.graphs import Backend
+from dsa_verify.report.streams import report_stream
 from dsa_verify.runs import Run, total
 from dsa_verify.waivers import beyond, rounds_by_waiver
 
@@ -31,7 +32,7 @@ class Terminal:
     """Lines on standard output; rich leaves the colours out where NO_COLOR is set or there is no terminal."""
 
     def __init__(self, rounds: int):
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = Console(file=report_stream(), highlight=False, soft_wrap=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
