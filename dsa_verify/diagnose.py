@@ -184,7 +184,8 @@ def describe_place(evidence: Evidence, field: Field, row: int, column: int) -> s
     else:
         batch_row = now.batch_row(field, row)
         if field.row is Row.MULTIPROCESSOR:
-            words.append(f"where SM {row} starts: {('q unit', 'kv split')[column]}")
+            slot = "SM" if field.rows > geometry.multiprocessors else "SM pair"
+            words.append(f"where {slot} {row} starts: {('q unit', 'kv split')[column]}")
         elif field.row is Row.SLOT:
             words.append(f"row {row} of the pool")
         elif field.row is Row.ITEM:

@@ -50,7 +50,8 @@ class Geometry:
     `wide_table`: whether `page_table_1` exists (contract 1.5).
     `draft_steps`: n speculative steps, of mtp alone; its n - 1 draft backends are the destinations (contract 2).
     `indexer`: whether the indexer's metadata (schedule, top-k plan; with pooling its views and write plan) is part of
-    the layout. Then `multiprocessors` is S, `schedule` a variant of contract 3.2, `plan_rules` a table of contract 5.
+    the layout. Then `multiprocessors` is S, `schedule` a variant of contract 3.2 (V4c is for lengths of N columns, which only
+    `architecture` 100 lays out so, though it is built on 90), `plan_rules` a table of contract 5.
     `padded_mode`, `window`, `sparse_ratio`, `dense_ratio`, `low_ratios`, `replay_floor`, `index_align`: of padded
     alone (contract 7): the kind of step, the sliding window, tokens of one compressed entry, whether ratios 1 and 2
     exist too, the first position that a replay may read, and what widths are rounded up to.
@@ -214,6 +215,11 @@ class Geometry:
         if self.indexer:
             if VARIANTS[self.schedule].indices is Indices.MANDATORY:
                 raise UsageError(f"{where}schedule: {self.schedule} needs indices, which no system passes; use another")
+            if self.multiprocessors < 2 and VARIANTS[self.schedule].paired_at:
+                raise UsageError(
+                    f"{where}multiprocessors: {self.multiprocessors} makes no pair, and {self.schedule} takes them in "
+                    "pairs; use 2 or more"
+                )
             # Here, because the rules of pooling are stated of a geometry and so import this module.
             from dsa_verify.kpool_rules import check_pool_geometry
 

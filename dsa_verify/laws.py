@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 from dsa_verify.errors import UsageError
-from dsa_verify.schedules import Placement, ScheduleVariant, Unit, shape, units_per_request
+from dsa_verify.schedules import Placement, ScheduleVariant, Unit, shape, sms_per_slot, units_per_request
 
 _INT32_MAX: Final = (1 << 31) - 1
 _UINT32_MAX: Final = (1 << 32) - 1
@@ -140,7 +140,8 @@ _FACT_WORDS: Final = len(dataclasses.fields(_Fact))
 
 
 class ScheduleLaw:
-    """The laws for one variant at one bucket: `rows` of `next_n` tokens (1 with `indexed`) on S `multiprocessors`.
+    """The laws for one variant at one bucket: `rows` of `next_n` tokens (1 with `indexed`) on S `multiprocessors`,
+    which work in S // 2 pairs where the variant has them so.
 
     `result_shape` is that of the int32 tensor that `check` fills. UsageError if the variant has no such schedule.
     """
@@ -158,7 +159,9 @@ class ScheduleLaw:
     ) -> None:
         context_shape = (rows,) if next_n == 1 and 2 not in variant.context_dims else (rows, next_n)
         variant.validate(context_shape, multiprocessors, indexed=indexed)
-        self.variant, self.multiprocessors = variant, multiprocessors
+        self.variant, self.slots = variant, multiprocessors // sms_per_slot(variant, next_n)
+        # What a row is for, in words.
+        self.slot = "SM" if self.slots == multiprocessors else "SM pair"
         self.rows, self.next_n, self.indexed = rows, next_n, indexed
         # With indices a row is a token, and a unit of any kind is named by its first one.
         self.step = 1 if indexed else units_per_request(variant, next_n)
@@ -171,7 +174,7 @@ class ScheduleLaw:
 
     def form(self, schedule: torch.Tensor) -> list[LawBreak]:
         """What is wrong with the tensor itself; reads no element of it."""
-        wanted = shape(self.multiprocessors)
+        wanted = shape(self.slots)
         if schedule.dtype == torch.int32 and tuple(schedule.shape) == wanted and schedule.is_contiguous():
             return []
         kind = "contiguous" if schedule.is_contiguous() else "strided"
@@ -300,10 +303,10 @@ class ScheduleLaw:
 
     def _cuts(self, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Where rows belong in the order of work, and where they would if the remainder were on the other side."""
-        count = self.multiprocessors
-        sm = torch.arange(count + 1, device=total.device)
+        count = self.slots
+        slot = torch.arange(count + 1, device=total.device)
         each, left_over = torch.div(total, count, rounding_mode="floor"), total.remainder(count)
-        leading = sm * each + torch.minimum(sm, left_over)
+        leading = slot * each + torch.minimum(slot, left_over)
         trailing = total - leading.flip(0)
         return (leading, trailing) if self.variant.placement is Placement.LEAD else (trailing, leading)
 
@@ -325,8 +328,8 @@ class ScheduleLaw:
 
     def _wrong(self, rows: _Rows, cuts: torch.Tensor, least: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
         """Which rows break which law: bool [laws, S + 1]. Row i stands for SM i, or for the edge before it."""
-        row = torch.arange(self.multiprocessors + 1, device=cuts.device)
-        last, edge = row == self.multiprocessors, row.remainder(self.multiprocessors) == 0
+        row = torch.arange(self.slots + 1, device=cuts.device)
+        last, edge = row == self.slots, row.remainder(self.slots) == 0
         no = torch.zeros_like(last[:1])
         key = rows.unit * (1 << 32) + rows.split  # ordered as the rows are
         given = rows.position[1:] - rows.position[:-1]
@@ -349,7 +352,7 @@ class ScheduleLaw:
         """The lines of the result: int64 [laws, words of _Fact]."""
         count = wrong.sum(1)
         row = wrong.to(torch.int32).argmax(1)  # the first, if any
-        following = (row + 1).clamp(max=self.multiprocessors)
+        following = (row + 1).clamp(max=self.slots)
         cut = cuts[row]
         request = torch.searchsorted(tiles.end, cut, right=True)
         past = request >= self.rows
@@ -389,7 +392,7 @@ class ScheduleLaw:
 def _say_order(law: ScheduleLaw, head: _Head, fact: _Fact) -> LawBreak:
     sm = fact.where
     sentence = (
-        f"row {sm + 1} {fact.next_tile} comes before row {sm} {fact.tile}: SM {sm} starts beyond its own end, "
+        f"row {sm + 1} {fact.next_tile} comes before row {sm} {fact.tile}: {law.slot} {sm} starts beyond its own end, "
         "never meets it and runs on"
     )
     return LawBreak(law=Law.ORDER, sentence=sentence, sm=sm, tile=fact.next_tile, count=fact.count)
@@ -401,13 +404,13 @@ def _say_existing(law: ScheduleLaw, head: _Head, fact: _Fact) -> LawBreak:
         what = f"row {row} is {fact.tile}, and no {law.variant.unit.value} starts at unit {fact.unit}"
     else:
         what = f"row {row} names {law._name(*fact.tile)}, which has {fact.splits} split(s)"
-    effect = f"SM {row - 1} steps over that end and runs on" if row else "SM 0 reads out of range"
+    effect = f"{law.slot} {row - 1} steps over that end and runs on" if row else f"{law.slot} 0 reads out of range"
     return LawBreak(law=Law.TILE, sentence=f"{what}: {effect}", sm=row, tile=fact.tile, count=fact.count)
 
 
 def _say_sentinel(law: ScheduleLaw, head: _Head, fact: _Fact) -> LawBreak:
-    last = law.multiprocessors
-    sentence = f"the last row, {last}, is {fact.tile}; the sentinel is {(law.end, 0)}: SM {last - 1} ends elsewhere"
+    last = law.slots
+    sentence = f"the last row, {last}, is {fact.tile}; the sentinel is {(law.end, 0)}: {law.slot} {last - 1} ends elsewhere"
     return LawBreak(law=Law.SENTINEL, sentence=sentence, sm=last - 1, tile=fact.tile, count=fact.count)
 
 
@@ -415,13 +418,13 @@ def _say_cover(law: ScheduleLaw, head: _Head, fact: _Fact) -> LawBreak:
     tile, fault, sm = fact.tile, Fault.MISSING, fact.where
     if fact.where == 0:
         tile = fact.cut_tile
-        sentence = f"{law._name(*tile)} is missing: it comes before the start of SM 0, {law._name(*fact.tile)}"
-    elif fact.where == law.multiprocessors:
+        sentence = f"{law._name(*tile)} is missing: it comes before the start of {law.slot} 0, {law._name(*fact.tile)}"
+    elif fact.where == law.slots:
         sm -= 1
-        sentence = f"{law._name(*tile)} is missing: SM {sm}, the last, ends before it"
+        sentence = f"{law._name(*tile)} is missing: {law.slot} {sm}, the last, ends before it"
     else:
         fault = Fault.DOUBLED
-        sentence = f"{law._name(*tile)} is doubled: SM {sm} starts there, and an SM before it has done it already"
+        sentence = f"{law._name(*tile)} is doubled: {law.slot} {sm} starts there, and an {law.slot} before it has done it already"
     return LawBreak(law=Law.COVER, sentence=sentence, sm=sm, tile=tile, fault=fault, count=fact.count)
 
 
@@ -430,23 +433,23 @@ def _say_balance(law: ScheduleLaw, head: _Head, fact: _Fact) -> LawBreak:
     if head.least == head.most:
         limit = f"exactly {head.most}"
     sentence = (
-        f"SM {fact.where} gets {fact.next_position - fact.position} {law._work} from {law._name(*fact.tile)} on; "
-        f"{head.total} over {law.multiprocessors} SMs make {limit}"
+        f"{law.slot} {fact.where} gets {fact.next_position - fact.position} {law._work} from {law._name(*fact.tile)} on; "
+        f"{head.total} over {law.slots} {law.slot}s make {limit}"
     )
     return LawBreak(law=Law.BALANCE, sentence=sentence, sm=fact.where, tile=fact.tile, count=fact.count)
 
 
 def _say_placement(law: ScheduleLaw, head: _Head, fact: _Fact) -> LawBreak:
-    total, count, placement = head.total, law.multiprocessors, law.variant.placement
+    total, count, placement = head.total, law.slots, law.variant.placement
     other = Placement.TAIL if placement is Placement.LEAD else Placement.LEAD
     if total < count and not law.is_run:
         which, end = Law.EMPTY, "first" if placement is Placement.LEAD else "last"
-        rule = f"{total} tile(s) for {count} SMs go one each to the {end} {total}, and the others are empty"
+        rule = f"{total} tile(s) for {count} {law.slot}s go one each to the {end} {total}, and the others are empty"
     else:
         which = Law.PLACEMENT
-        rule = f"{total} {law._work} leave a remainder of {total % count} for the {placement.value} SMs, one each"
+        rule = f"{total} {law._work} leave a remainder of {total % count} for the {placement.value} {law.slot}s, one each"
     sentence = (
-        f"SM {fact.where} starts at {law._name(*fact.tile)}, after {fact.position} {law._work}; it should start at "
+        f"{law.slot} {fact.where} starts at {law._name(*fact.tile)}, after {fact.position} {law._work}; it should start at "
         f"{law._name(*fact.cut_tile)}, after {fact.cut}: by {law.variant.name}, {rule}"
     )
     if head.fits_other:

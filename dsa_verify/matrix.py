@@ -308,8 +308,8 @@ def undefined_when_empty(system: str, geometry: Geometry, bucket: int) -> bool:
     """Whether a full batch of lengths 0 has no defined schedule (contract 3.6)."""
     if not geometry.indexer or system not in EMPTY_SYSTEMS:
         return False
-    rows = bucket * (geometry.draft_tokens if system == "draft_extend" else 1)
-    return VARIANTS[geometry.schedule].placement is Placement.TAIL and rows % _UNDEFINED_ROWS == 0
+    rows, variant = bucket * (geometry.draft_tokens if system == "draft_extend" else 1), VARIANTS[geometry.schedule]
+    return variant.undefined_when_empty or (variant.placement is Placement.TAIL and rows % _UNDEFINED_ROWS == 0)
 
 
 def is_undefined(system: str, geometry: Geometry, round_: Round) -> bool:

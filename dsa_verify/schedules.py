@@ -1,7 +1,8 @@
 """Schedule variants: how each DeepGEMM version deals paged-MQA tiles out to SMs, as data (contract 3.2).
 
 A schedule is int32 [S + 1, 2] for S multiprocessors (SMs). Row i, (q unit, split), is where SM i starts; it ends
-where row i + 1 starts, and the last row is the sentinel. A tile is one q unit and one split of its keys. Nothing is
+where row i + 1 starts, and the last row is the sentinel. A tile is one q unit and one split of its keys. A variant may
+let two SMs work as one for some N; then pairs take the place of SMs, and a schedule is [S // 2 + 1, 2]. Nothing is
 computed here: builders, oracle, referee and laws each derive the rows from these facts on their own.
 """
 
@@ -46,8 +47,9 @@ class ScheduleVariant:
 
     `split`: tokens of a kv split. `context_dims`: ranks that `context_lens` may have. `pairs_odd`: whether an odd
     N >= 3 makes pairs and one single, ceil(N / 2) atoms, or N atoms. `cost_block`: 0 if a tile of an n-token run
-    costs n, else b in the cost `2 * b * ceil(n / b) + n`. `sentinel`: how the last row gets its value, which is always
-    (row count times `units_per_request`, 0). `upstream`, `wheels`: the DeepGEMM commit, and the `sgl-deep-gemm`
+    costs n, else b in the cost `2 * b * ceil(n / b) + n`. `paired_at`: N at which two SMs work as one. `sentinel`: how
+    the last row gets its value, which is always (row count times `units_per_request`, 0). `undefined_when_empty`:
+    whether the shipped builder names another row than the sentinel where there is no tile at all. `upstream`, `wheels`: the DeepGEMM commit, and the `sgl-deep-gemm`
     releases, that have it on `architectures`. `disassembled`: no source was seen, the facts are from machine code.
     """
 
@@ -60,6 +62,8 @@ class ScheduleVariant:
     architectures: tuple[int, ...] = (90, 100)
     pairs_odd: bool = True
     cost_block: int = 0
+    paired_at: tuple[int, ...] = ()
+    undefined_when_empty: bool = False
     max_next_n: int | None = None
     max_multiprocessors: int | None = None
     sentinel: str
@@ -87,6 +91,11 @@ class ScheduleVariant:
             raise UsageError(
                 f"multiprocessors: {multiprocessors} is outside 1..{self.max_multiprocessors or 'any'} of schedule "
                 f"variant {self.name}; choose a value inside"
+            )
+        if multiprocessors < sms_per_slot(self, next_n):
+            raise UsageError(
+                f"multiprocessors: {multiprocessors} makes no pair, and schedule variant {self.name} takes them in "
+                f"pairs at {next_n} tokens a request; use 2 or more"
             )
         if indexed and self.indices is Indices.REFUSED:
             raise UsageError(f"indices: given, but schedule variant {self.name} refuses them; leave them out")
@@ -160,6 +169,16 @@ VARIANTS: Final[dict[str, ScheduleVariant]] = {
             sentinel="written; falls out with indices",
             upstream="88965b0 (2026-06-01)",
             wheels=("0.1.4.post1", "0.1.5", "0.1.5.post1", "0.1.7", "0.2.3.post2", "0.2.5"),
+        ),
+        ScheduleVariant(
+            name="V4c",
+            placement=Placement.TAIL,
+            unit=Unit.REQUEST,
+            architectures=(90,),
+            paired_at=(4,),
+            sentinel="explicit",
+            undefined_when_empty=True,
+            upstream="a6b593d (nv_dev); the fork that vLLM 0.33.0 pins",
         ),
         ScheduleVariant(
             name="V5",
@@ -236,6 +255,11 @@ def units_per_request(variant: ScheduleVariant, next_n: int) -> int:
     return -(-next_n // 2)
 
 
-def shape(multiprocessors: int) -> tuple[int, int]:
-    """Of the schedule tensor, whatever the variant."""
-    return multiprocessors + 1, 2
+def sms_per_slot(variant: ScheduleVariant, next_n: int) -> int:
+    """How many SMs one row of a schedule is for: 2 where they work in pairs, else 1."""
+    return 2 if next_n in variant.paired_at else 1
+
+
+def shape(slots: int) -> tuple[int, int]:
+    """Of the schedule tensor for so many SMs, or pairs of them, whatever the variant."""
+    return slots + 1, 2

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dsa_verify.geometry import Geometry
+from dsa_verify.layouts.indexer import schedule_slots
 from dsa_verify.matrix import shortest_seq_len
 from dsa_verify.ragged_rules import capture_lens, graph_tokens, padded_to_bucket
 from dsa_verify.rounds import seq_len_fill, token_capacity
@@ -170,9 +171,9 @@ def _sums(system: str, geometry: Geometry, buckets: Sequence[int]) -> Iterator[B
     """Totals over the batch, each at the first bucket that reaches it."""
     if not geometry.indexer:
         return
-    multiprocessors = geometry.multiprocessors
+    slots = schedule_slots(geometry, _columns(system, geometry))
     wanted = [(Kind.TILES, total, 0) for total in (0, 1)]
-    wanted += [(Kind.TILES, k * multiprocessors + step, 0) for k in (1, 2) for step in (-1, 0, 1)]
+    wanted += [(Kind.TILES, k * slots + step, 0) for k in (1, 2) for step in (-1, 0, 1)]
     for threshold, cap in PLAN_RULES[geometry.plan_rules].thresholds:
         wanted += [(Kind.LONG_ROWS, cap + step, threshold) for step in (-1, 0, 1)]
     for kind, total, threshold in dict.fromkeys(wanted):
@@ -225,10 +226,15 @@ def _token_lengths(system: str, lengths: Array, rows: int) -> Array:
     return lengths[:, None]
 
 
+def _columns(system: str, geometry: Geometry) -> int:
+    """Of the lengths that `paged_mqa_schedule_metadata` deals out (contract 1.2)."""
+    return geometry.draft_tokens if system == "target_verify" and geometry.architecture == 100 else 1
+
+
 def _tiles(system: str, geometry: Geometry, lengths: Array, parts: Sequence[Array]) -> Array:
     """Of each request in `paged_mqa_schedule_metadata`, which all systems have (contract 3.2, 3.3)."""
     variant, n = VARIANTS[geometry.schedule], geometry.draft_tokens
-    if system == "target_verify" and geometry.architecture == 100 and n >= 2:
+    if _columns(system, geometry) > 1:
         units = 1 if variant.unit is Unit.REQUEST else units_per_request(variant, n)
         return units * -(-(lengths + n) // variant.split)
     return np.concatenate([(-(-part // variant.split)).sum(1) for part in parts])

@@ -334,7 +334,7 @@ def _quantity(way: tuple[object, ...], group: Sequence[Field], system: str, geom
         name, amounts = "pools closed", _closed(system, geometry, lengths)
         ends, last = [(0, "none"), (1, "one")], "several"
     elif what == "tiles":
-        count = geometry.multiprocessors
+        count = group[0].rows - 1
         ends, last = [(count - 1, "fewer than SMs"), (count, "as many as SMs"), (2 * count, "up to twice")], "more"
     elif what == "long rows":
         ends, last = [(0, "none"), (1, "one")], "several"

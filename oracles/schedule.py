@@ -11,7 +11,7 @@ import dataclasses
 import torch
 
 from dsa_verify.errors import UsageError
-from dsa_verify.schedules import Placement, ScheduleVariant, Unit, shape, units_per_request
+from dsa_verify.schedules import Placement, ScheduleVariant, Unit, shape, sms_per_slot, units_per_request
 
 UINT32_MAX = (1 << 32) - 1
 
@@ -38,7 +38,8 @@ def schedule(
     *,
     indices: torch.Tensor | None = None,
 ) -> None:
-    """Writes the schedule for int32 `context_lens` [rows] or [rows, next_n] into int32 `out` [S + 1, 2], in place.
+    """Writes the schedule for int32 `context_lens` [rows] or [rows, next_n] into int32 `out` [S + 1, 2], in place; for
+    the S // 2 pairs of SMs, where the variant takes them in pairs.
 
     Of a row's columns the last one counts. `indices`: int32 [rows], equal and adjacent for tokens of one request; then
     a row is a token. May be captured in a CUDA graph. UsageError if the variant takes no such call. The shipped
@@ -48,18 +49,17 @@ def schedule(
     shipped kernel reads past its memory, and faults if rows are a multiple of 32 (contract 3.6).
     """
     variant.validate(context_lens.shape, multiprocessors, indexed=indices is not None)
-    if out.dtype != torch.int32 or tuple(out.shape) != shape(multiprocessors):
-        raise UsageError(
-            f"out: {out.dtype} {tuple(out.shape)} is not torch.int32 {shape(multiprocessors)}; allocate it so"
-        )
     next_n = context_lens.shape[1] if context_lens.dim() == 2 else 1
+    slots = multiprocessors // sms_per_slot(variant, next_n)
+    if out.dtype != torch.int32 or tuple(out.shape) != shape(slots):
+        raise UsageError(f"out: {out.dtype} {tuple(out.shape)} is not torch.int32 {shape(slots)}; allocate it so")
     lens = context_lens.reshape(-1, next_n)[:, -1].to(torch.int64)
     rows = lens.shape[0]
     work = _regular(variant, lens, next_n) if indices is None else _indexed(variant, lens, indices)
 
     weight = work.segments * work.units * work.cost
     prefix = torch.cumsum(weight, 0)
-    cut = _cuts(variant.placement, prefix[-1:], multiprocessors)
+    cut = _cuts(variant.placement, prefix[-1:], slots)
     request = torch.searchsorted(prefix, cut, right=True)  # the first whose inclusive prefix is beyond the cut
     past = request >= rows
     request = request.clamp(max=rows - 1)
@@ -75,13 +75,13 @@ def schedule(
     out[:, 1].copy_(split.masked_fill(past, 0))
 
 
-def _cuts(placement: Placement, total: torch.Tensor, multiprocessors: int) -> torch.Tensor:
-    """Where each SM starts in `total`, and where the last one ends: int64 [S + 1]."""
-    sm = torch.arange(multiprocessors + 1, dtype=torch.int64, device=total.device)
-    each, left_over = total // multiprocessors, total % multiprocessors
+def _cuts(placement: Placement, total: torch.Tensor, slots: int) -> torch.Tensor:
+    """Where each of `slots` starts in `total`, and where the last one ends: int64 [slots + 1]."""
+    slot = torch.arange(slots + 1, dtype=torch.int64, device=total.device)
+    each, left_over = total // slots, total % slots
     if placement is Placement.LEAD:
-        return sm * each + torch.minimum(sm, left_over)
-    return sm * each + torch.clamp(sm - (multiprocessors - left_over), min=0)
+        return slot * each + torch.minimum(slot, left_over)
+    return slot * each + torch.clamp(slot - (slots - left_over), min=0)
 
 
 def _segments(lens: torch.Tensor, split: int) -> torch.Tensor:

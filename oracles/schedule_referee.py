@@ -22,12 +22,14 @@ def expected(
     multiprocessors: int,
     indices: Sequence[int] | None = None,
 ) -> npt.NDArray[np.int32]:
-    """The rows, int32 [multiprocessors + 1, 2], for lengths [rows] or [rows][next_n]."""
+    """The rows, int32 [multiprocessors + 1, 2], for lengths [rows] or [rows][next_n]; V4c has as many rows for four
+    tokens a request as for half the multiprocessors."""
     lens = [length[-1] if isinstance(length, Sequence) else length for length in context_lens]
     next_n = len(context_lens[0]) if isinstance(context_lens[0], Sequence) else 1
     work, end = lay_out(variant, lens, next_n, indices)
     rows, done = [], 0
-    for share in _deal(variant.placement, len(work), multiprocessors):
+    slots = multiprocessors // 2 if variant.name == "V4c" and next_n == 4 else multiprocessors
+    for share in _deal(variant.placement, len(work), slots):
         rows.append(work[done] if done < len(work) else (end, 0))
         done += share
     return np.array([*rows, (end, 0)], np.int32)

@@ -88,5 +88,5 @@ def _layout(system: str, geometry: Geometry, bucket: int, *, tokens: int, sectio
                 alias=source,
             )
         )
-    fields += indexer.fields(system, geometry, bucket, tokens, length_limit)
+    fields += indexer.fields(system, geometry, bucket, tokens, length_limit, columns=fields[-1].columns)
     return Layout(system=system, geometry=geometry, bucket=bucket, tokens=tokens, fields=tuple(fields))

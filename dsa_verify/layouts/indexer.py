@@ -9,6 +9,7 @@ from typing import Final
 from dsa_verify.contract import Compare, Field, Live, Row
 from dsa_verify.geometry import Geometry
 from dsa_verify.kpool_rules import candidates, pooled_pages
+from dsa_verify.schedules import VARIANTS, shape, sms_per_slot
 from dsa_verify.topk_plan_rules import PLAN_RULES, is_written
 
 INT32_LIMIT: Final = 1 << 31
@@ -42,11 +43,20 @@ def scheduled_lengths(name: str) -> tuple[str, bool] | None:
     return None if found is None else (prefix[0] + found[0], found[1])
 
 
-def fields(system: str, geometry: Geometry, bucket: int, tokens: int, length_limit: int) -> list[Field]:
-    """The fields of `system` at a bucket of `bucket` requests and `tokens` token rows; none without the indexer."""
+def schedule_slots(geometry: Geometry, columns: int) -> int:
+    """How many SMs, or pairs of them, a schedule over lengths of so many `columns` is for (contract 3.2)."""
+    variant = VARIANTS[geometry.schedule]
+    return geometry.multiprocessors // sms_per_slot(variant, columns if 2 in variant.context_dims else 1)
+
+
+def fields(
+    system: str, geometry: Geometry, bucket: int, tokens: int, length_limit: int, *, columns: int = 1
+) -> list[Field]:
+    """The fields of `system` at a bucket of `bucket` requests and `tokens` token rows; none without the indexer.
+    `columns`: those of `paged_mqa_ctx_lens_2d`."""
     if not geometry.indexer:
         return []
-    found = [_schedule("paged_mqa_schedule_metadata", geometry, "3"), *_plan("topk_v2_plan", geometry, tokens, "5")]
+    found = [_schedule("paged_mqa_schedule_metadata", geometry, "3", columns), *_plan("topk_v2_plan", geometry, tokens, "5")]
     if geometry.pool_size == 1:
         return found
     if system == "decode":
@@ -82,9 +92,9 @@ def _write_plan(system: str, geometry: Geometry, bucket: int, tokens: int, lengt
     return found
 
 
-def _schedule(name: str, geometry: Geometry, section: str) -> Field:
-    shape = (geometry.multiprocessors + 1, 2)
-    return Field(name=name, shape=shape, row=Row.MULTIPROCESSOR, section=section, low=0, high=INT32_LIMIT)
+def _schedule(name: str, geometry: Geometry, section: str, columns: int = 1) -> Field:
+    form = shape(schedule_slots(geometry, columns))
+    return Field(name=name, shape=form, row=Row.MULTIPROCESSOR, section=section, low=0, high=INT32_LIMIT)
 
 
 def _plan(name: str, geometry: Geometry, rows: int, section: str) -> list[Field]:

@@ -9,7 +9,7 @@ import triton
 
 from dsa_verify.errors import UsageError
 from dsa_verify.pipelines.schedule_kernel import schedule_kernel
-from dsa_verify.schedules import Indices, Placement, Unit, shape, units_per_request, variant_named
+from dsa_verify.schedules import Indices, Placement, Unit, shape, sms_per_slot, units_per_request, variant_named
 
 MAX_ROWS: Final = 131_072
 _LANES: Final = 1024
@@ -24,7 +24,8 @@ def build_schedule(
     next_n: int | None = None,
     pool: int = 1,
 ) -> None:
-    """Writes the schedule of `context_lens` into `out`: int32 [S + 1, 2], contiguous, which says S too.
+    """Writes the schedule of `context_lens` into `out`: int32 [S + 1, 2], contiguous, which says S too. Where the
+    variant takes SMs in pairs, S is the number of pairs.
 
     `context_lens`: int32 or int64 [rows] or [rows, next_n], of any strides; the last column counts. `next_n` need only
     be given for [rows] of more than one token each. `pool` > 1 schedules max(length // pool, 1) instead. Allocates
@@ -46,20 +47,20 @@ def build_schedule(
         raise UsageError(f"context_lens: {rows} rows are more than {MAX_ROWS}; build in parts")
     if pool < 1:
         raise UsageError(f"pool: {pool} is below 1; 1 means that lengths are not pooled")
-    multiprocessors = out.shape[0] - 1
+    slots = out.shape[0] - 1
     dims_shape = (rows, columns) if 2 in facts.context_dims and columns > 1 else tuple(context_lens.shape)
-    facts.validate(dims_shape, multiprocessors, indexed=False)
+    facts.validate(dims_shape, slots * sms_per_slot(facts, columns), indexed=False)
 
     # The interpreter pays by the operation, not by the element: there few programs do all rows.
-    cuts = 1 if out.is_cuda else min(_INTERPRETED_CUTS, triton.next_power_of_2(multiprocessors + 1))
-    schedule_kernel[(triton.cdiv(multiprocessors + 1, cuts),)](
+    cuts = 1 if out.is_cuda else min(_INTERPRETED_CUTS, triton.next_power_of_2(slots + 1))
+    schedule_kernel[(triton.cdiv(slots + 1, cuts),)](
         context_lens,
         out,
         rows,
         context_lens.stride(0),
         context_lens.stride(1) * (columns - 1) if context_lens.dim() == 2 else 0,
         units_per_request(facts, columns),
-        multiprocessors,
+        slots,
         SPLIT=facts.split,
         TAIL=facts.placement is Placement.TAIL,
         RUNS=facts.unit is Unit.TOKEN_RUN,

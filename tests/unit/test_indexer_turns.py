@@ -5,17 +5,19 @@ from __future__ import annotations
 import pytest
 from support import backend
 
+from dsa_verify.errors import UsageError
 from dsa_verify.findings import Finding
 from dsa_verify.geometry import Geometry
 from dsa_verify.indexer_turns import INDEXED_PRESETS, SYSTEMS_WITH_INDEXER
 from dsa_verify.job import Job
-from dsa_verify.matrix import EMPTY_SYSTEMS, Config, diagnostic_matrix
+from dsa_verify.matrix import EMPTY_SYSTEMS, Config, diagnostic_matrix, undefined_when_empty
 from dsa_verify.pipelines import topk_plan
 from dsa_verify.pipelines.basic import Decode, TargetVerify
 from dsa_verify.schedules import VARIANTS, Unit
 from dsa_verify.subject import SubjectFactory
 from dsa_verify.systems import SYSTEMS, settled_geometry
 from dsa_verify.verify import Counts, verify_rounds
+from fuzz.boundaries import Kind, boundaries
 
 indexed_systems = pytest.mark.parametrize("name", SYSTEMS_WITH_INDEXER)
 
@@ -155,3 +157,51 @@ def test_our_other_pipelines_are_right_on_architecture_100(name: str, subject: s
         SYSTEMS[name], geometry, batches=[4], drafts=drafts, rounds=6, fixed=frozenset({"architecture", "schedule"})
     )
     assert verify(config, subject) == []
+
+
+PAIRS = {"context": 803, "architecture": 100, "schedule": "V4c", "multiprocessors": 5}
+
+
+def test_schedules_of_pairs_are_replayed():
+    """V4c of lengths [bs, 4] is for two pairs of the five SMs; of any other it is for all five."""
+    geometry = Geometry.resolve("tiny_indexer", PAIRS)
+    configs = diagnostic_matrix(
+        SYSTEMS["target_verify"], geometry, batches=[4], drafts=[3, 4], rounds=4, fixed=frozenset(PAIRS)
+    )
+    shapes = [c.system.layout(c.geometry, 4)["paged_mqa_schedule_metadata"].shape for c in configs]
+    assert shapes == [(6, 2), (3, 2)]
+    assert verify(configs[1]) == []
+
+
+class OneRowTooEarly(TargetVerify):
+    def in_graph(self) -> None:
+        super().in_graph()
+        schedule = self._buffers["paged_mqa_schedule_metadata"]
+        schedule[1] = schedule[0]
+
+
+def test_a_wrong_row_is_said_to_be_of_a_pair():
+    geometry = Geometry.resolve("tiny_indexer", PAIRS)
+    (config,) = diagnostic_matrix(
+        SYSTEMS["target_verify"], geometry, batches=[4], drafts=[4], rounds=3, fixed=frozenset(PAIRS)
+    )
+    sentences = " ".join(finding.sentence for finding in verify(config, OneRowTooEarly))
+    assert "SM pair 1" in sentences
+
+
+def test_of_pairs_no_batch_may_be_all_empty():
+    """The shipped builder names the last request then, whatever the number of rows."""
+    geometry = Geometry.resolve("tiny_indexer", {"schedule": "V4c"})
+    assert undefined_when_empty("decode", geometry, 3)
+    assert not undefined_when_empty("decode", geometry.replace(schedule="V4b"), 3)
+    assert undefined_when_empty("decode", geometry.replace(schedule="V4b"), 32)
+    with pytest.raises(UsageError, match="multiprocessors: 1 makes no pair"):
+        geometry.replace(multiprocessors=1)
+
+
+@pytest.mark.parametrize("draft, slots", [(3, 5), (4, 2)])
+def test_the_fuzzer_counts_pairs(draft: int, slots: int):
+    geometry = Geometry.resolve("tiny_indexer", {**PAIRS, "draft_tokens": draft})
+    totals = {b.value for b in boundaries("target_verify", geometry, (4,)) if b.kind is Kind.TILES}
+    # Each of four requests has one tile at the least and four at the most.
+    assert totals == {value for k in (1, 2) for step in (-1, 0, 1) if 4 <= (value := k * slots + step) <= 16}

@@ -24,6 +24,7 @@ from dsa_verify.schedules import (
     ScheduleVariant,
     Unit,
     shape,
+    sms_per_slot,
     units_per_request,
     variant_named,
 )
@@ -62,10 +63,14 @@ class Batch:
         indexed = self.indices is not None
         return ScheduleLaw(self.variant, self.multiprocessors, rows=self.lens.shape[0], next_n=next_n, indexed=indexed)
 
+    @property
+    def slots(self) -> int:
+        return self.multiprocessors // sms_per_slot(self.variant, self.law.next_n)
+
     def rows(self, **changes: object) -> torch.Tensor:
         """What the oracle makes of it, or of a variant with `changes`."""
         variant = dataclasses.replace(self.variant, **changes) if changes else self.variant
-        out = torch.full(shape(self.multiprocessors), -7, dtype=torch.int32, device=DEVICE)
+        out = torch.full(shape(self.slots), -7, dtype=torch.int32, device=DEVICE)
         schedule(variant, self.lens, self.multiprocessors, out, indices=self.indices)
         return out
 
@@ -122,6 +127,8 @@ def draw(variant: ScheduleVariant, rng: np.random.Generator, dice: random.Random
     if dice.random() < 0.3:  # as many SMs as tiles, give or take one
         total = int((-(-lens // variant.split)).sum()) * units_per_request(variant, next_n)
         multiprocessors = max(1, min(total + dice.randint(-1, 1), 1024))
+    if sms_per_slot(variant, next_n) == 2:  # so many pairs, and now and then an SM that is left over
+        multiprocessors = 2 * multiprocessors + dice.randint(0, 1)
     if 1 not in variant.context_dims or (2 in variant.context_dims and (next_n > 1 or dice.random() < 0.5)):
         others = rng.integers(0, 1 << 20, (rows, next_n))  # columns that must not count
         others[:, -1] = lens
@@ -158,6 +165,9 @@ BY_HAND = {
     "V3": ([300, 0, 513], 3, None, 4, [(0, 0), (2, 0), (6, 2), (8, 0), (9, 0)]),
     # 15 units of work; the cuts 4, 8 and 12 are inside splits that are 3 wide.
     "V5": ([300, 0, 513], 3, None, 4, [(0, 0), (0, 1), (6, 0), (6, 2), (9, 0)]),
+    # One atom a request, and at N = 4 half as many rows, of which an SM without a partner has none.
+    "V4c": ([300, 0, 513], 4, None, 9, [(0, 0), (0, 1), (2, 0), (2, 1), (3, 0)]),
+    "V4c, 3": ([300, 0, 513], 3, None, 4, [(0, 0), (0, 1), (2, 0), (2, 1), (3, 0)]),
     "V2": ([300, 0, 513], 3, None, 3, [(0, 0), (2, 0), (2, 2), (3, 0)]),
     "V1": ([0, 300, 0, 513], 1, None, 3, [(1, 0), (3, 0), (3, 2), (4, 0)]),
     "V120": ([300, 0, 1], 2, None, 3, [(0, 0), (0, 1), (0, 2), (3, 0)]),
@@ -179,6 +189,7 @@ BY_HAND_INDEXED = {
 )
 def test_worked_by_hand(name: str, case: tuple) -> None:
     lens, next_n, indices, multiprocessors, wanted = case
+    name = name.partition(",")[0]
     dims = VARIANTS[name].context_dims
     context_lens = tensor([[9999] * (next_n - 1) + [length] for length in lens] if 2 in dims else lens)
     batch = Batch(VARIANTS[name], context_lens, multiprocessors, None if indices is None else tensor(indices))
@@ -245,11 +256,11 @@ def test_laws_see_any_wrong_row(name: str) -> None:
     for batch in batches(name, 150, seed=3):
         right = batch.rows()
         wrong = right.clone()
-        row = int(rng.integers(batch.multiprocessors + 1))
+        row = int(rng.integers(batch.slots + 1))
         if rng.random() < 0.5:
             wrong[row, int(rng.integers(2))] += int(rng.choice([-2, -1, 1, 2]))
         else:
-            wrong[row] = right[int(rng.integers(batch.multiprocessors + 1))]
+            wrong[row] = right[int(rng.integers(batch.slots + 1))]
         assert bool(batch.judge(wrong)) == (not torch.equal(wrong, right)), (batch, wrong)
 
 
@@ -416,7 +427,7 @@ def test_a_stale_schedule_of_longer_lengths_is_seen_where_it_runs_away(name: str
 def test_builder_agrees_with_the_oracle(name: str) -> None:
     for batch in batches(name, 12 if DEVICE.type == "cpu" else 300, seed=6):
         if batch.indices is None:
-            out = torch.full(shape(batch.multiprocessors), -7, dtype=torch.int32, device=DEVICE)
+            out = torch.full(shape(batch.slots), -7, dtype=torch.int32, device=DEVICE)
             build_schedule(batch.lens, out, variant=name)
             assert torch.equal(out, batch.rows()), batch
 
@@ -475,6 +486,21 @@ def test_oracle_builder_and_laws_can_be_captured(name: str) -> None:
             assert torch.equal(out, built)
 
 
+def test_pairs_of_sms_are_those_of_v4b_over_the_last_column_with_half_as_many() -> None:
+    """As the nv_dev branch of DeepGEMM and the fork that vLLM pins have it (contract 3.2); at other N they differ."""
+    lens = tensor(np.random.default_rng(9).integers(1, 4000, (12, 4)))
+    batch = Batch(VARIANTS["V4c"], lens, 114)
+    half = Batch(VARIANTS["V4b"], lens[:, -1:].contiguous(), 57)
+    assert batch.rows().shape == (58, 2)
+    assert torch.equal(batch.rows(), half.rows())
+    assert np.array_equal(batch.referee(), half.referee())
+    wrong = batch.rows()
+    wrong[3] = wrong[2]
+    assert any("SM pair 2" in found.sentence for found in batch.judge(wrong))
+    (found,) = batch.judge(half.with_lens(lens[:, -1:]).rows()[:-1])
+    assert found.law is Law.FORM
+
+
 LENS = tensor([[1, 2], [3, 4]])
 OUT = torch.empty(5, 2, dtype=torch.int32, device=DEVICE)
 REFUSED = {
@@ -484,6 +510,11 @@ REFUSED = {
     "empty": (lambda: schedule(VARIANTS["V2"], LENS[:0], 4, OUT), r"\(0, 2\) holds no request"),
     "one token": (lambda: schedule(VARIANTS["JIT"], LENS, 4, OUT), r"2 tokens a request; .* JIT takes at most 1"),
     "SMs": (lambda: schedule(VARIANTS["JIT"], LENS[:, 0], 1025, OUT), r"1025 is outside 1\.\.1024"),
+    "no pair": (
+        lambda: schedule(VARIANTS["V4c"], LENS.repeat(1, 2), 1, OUT),
+        r"multiprocessors: 1 makes no pair, and .* V4c takes them in pairs at 4 tokens",
+    ),
+    "out of pairs": (lambda: schedule(VARIANTS["V4c"], LENS.repeat(1, 2), 4, OUT), r"is not torch.int32 \(3, 2\)"),
     "indices refused": (
         lambda: schedule(VARIANTS["V3"], LENS, 4, OUT, indices=LENS[0]),
         r"V3 refuses them; leave them out",
@@ -521,11 +552,14 @@ def test_refused(case: str) -> None:
 
 def test_every_variant_says_where_it_comes_from() -> None:
     for variant in VARIANTS.values():
-        assert variant.upstream or variant.wheels or variant.name == "tiny"
+        assert variant.upstream or variant.wheels or variant.name.startswith("tiny")
         assert variant.sentinel
         assert variant.unit is not Unit.TOKEN_RUN or variant.placement is Placement.LEAD
     assert [units_per_request(VARIANTS["V3"], n) for n in range(1, 9)] == [1, 1, 3, 2, 5, 3, 7, 4]
     assert [units_per_request(VARIANTS["V4b"], n) for n in range(1, 9)] == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert [units_per_request(VARIANTS["V4c"], n) for n in range(1, 9)] == [1] * 8
+    assert [sms_per_slot(VARIANTS["V4c"], n) for n in range(1, 9)] == [1, 1, 1, 2, 1, 1, 1, 1]
+    assert {sms_per_slot(v, n) for v in VARIANTS.values() if v.name != "V4c" for n in range(1, 17)} == {1}
     assert [units_per_request(VARIANTS["V5"], n) for n in range(1, 9)] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
