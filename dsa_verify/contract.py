@@ -63,6 +63,17 @@ class Lifetime(Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What a consumer asks of the memory of a field beside adjacent elements of each row: that all rows are adjacent,
+    and that the first byte lies at a multiple of `alignment` bytes, as many as it reads at once. `source`: where that
+    is stated."""
+
+    consumer: str
+    source: str
+    alignment: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
     """One metadata tensor at one bucket.
 
@@ -71,7 +82,8 @@ class Field:
     round's token total are dead. `low`/`high`: the legal values are low <= v < high. `alias`: this field is a view of
     that field's buffer (contract 1.1); it owns no memory. `shared`: one buffer serves all buckets, each seeing its
     first rows. `row_gap`: elements of memory behind each row that nobody may write. `bound`, of a float32 field:
-    |got - want| <= bound * max(|want|, floor). `section`: where the contract states the rule.
+    |got - want| <= bound * max(|want|, floor). `memory`: what a consumer asks of the memory (None: adjacent elements of
+    each row). `section`: where the contract states the rule.
     """
 
     name: str
@@ -94,6 +106,7 @@ class Field:
     row_gap: int = 0
     bound: float = 0.0
     floor: float = 1.0
+    memory: Memory | None = None
 
     @property
     def kept_rows(self) -> int:

@@ -7,14 +7,13 @@ from collections.abc import Mapping
 import torch
 
 from dsa_verify.arena import TORCH_DTYPES
-from dsa_verify.contract import Field, Layout
-from dsa_verify.layouts.indexer import scheduled_lengths
+from dsa_verify.contract import Field, Layout, Memory
 from dsa_verify.regions import rows_are_whole
 
 
 def wrong_outputs(layout: Layout, outputs: Mapping[str, torch.Tensor]) -> list[str]:
-    """In words, each field of `layout` that is not there, or not in its shape, dtype and strides, and each alias that
-    is no view of its owner; empty if all are right."""
+    """In words, each field of `layout` that is not there, not in its shape and dtype, or not in memory as its consumers
+    ask for, and each alias that is no view of its owner; empty if all are right."""
     wrong = []
     for field in layout:
         tensor = outputs.get(field.name)
@@ -26,15 +25,29 @@ def wrong_outputs(layout: Layout, outputs: Mapping[str, torch.Tensor]) -> list[s
                 f"it must be {field.dtype} {list(field.shape)} (contract {field.section})"
             )
         elif not rows_are_whole(tensor):
-            wrong.append(f"{field.name} has strides {list(tensor.stride())}; the elements of a row must be adjacent")
-        elif scheduled_lengths(field.name) is not None and not tensor.is_contiguous():
             wrong.append(
-                f"{field.name} has strides {list(tensor.stride())}; consumers read a schedule as contiguous, with "
-                f"strides [{field.columns}, 1] (contract 3.5)"
+                f"{field.name} has strides {list(tensor.stride())}; the elements of a row must be adjacent "
+                f"(contract {field.section})"
             )
         elif field.alias is not None and (text := no_view(field, tensor, outputs.get(field.alias))):
             wrong.append(f"{field.name} {text} (contract {field.section})")
+        elif field.memory is not None and (text := unfit_memory(field, field.memory, tensor)):
+            wrong.append(f"{field.name} {text} (contract {field.section}; {field.memory.source})")
     return wrong
+
+
+def unfit_memory(field: Field, memory: Memory, tensor: torch.Tensor) -> str:
+    """What of `tensor`, of the shape of `field`, its consumer cannot read; empty if nothing."""
+    if not tensor.is_contiguous():
+        wanted = list(torch.empty(field.shape, device="meta").stride())
+        return f"has strides {list(tensor.stride())}; {memory.consumer} needs it contiguous, with strides {wanted}"
+    beyond = tensor.data_ptr() % memory.alignment
+    if beyond:
+        return (
+            f"begins {beyond} bytes beyond a multiple of {memory.alignment}; {memory.consumer} reads "
+            f"{memory.alignment} bytes at once and needs an address that is one"
+        )
+    return ""
 
 
 def no_view(field: Field, tensor: torch.Tensor, owner: torch.Tensor | None) -> str:

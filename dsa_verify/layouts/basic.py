@@ -6,6 +6,7 @@ from __future__ import annotations
 from dsa_verify.contract import Field, Layout, Lifetime, Row
 from dsa_verify.geometry import Geometry
 from dsa_verify.layouts import indexer
+from dsa_verify.layouts.consumers import memory_of
 
 INT32_LIMIT = 1 << 31
 
@@ -38,7 +39,9 @@ def _layout(system: str, geometry: Geometry, bucket: int, *, tokens: int, sectio
     def field(name: str, shape: tuple[int, ...], row: Row, high: int, **rest: object) -> Field:
         # A prefix sum passes int32 at 2**31 tokens (contract 1.7), so its lower bound is int32's too.
         low = -INT32_LIMIT if high == INT32_LIMIT else 0
-        return Field(name=name, shape=shape, row=row, section=section, low=low, high=high, **rest)  # type: ignore[arg-type]
+        return Field(  # type: ignore[arg-type]
+            name=name, shape=shape, row=row, section=section, low=low, high=high, memory=memory_of(name), **rest
+        )
 
     capture = Lifetime.CAPTURE
     fields = [

@@ -9,6 +9,7 @@ from typing import Final
 from dsa_verify.contract import Compare, Field, Live, Row
 from dsa_verify.geometry import Geometry
 from dsa_verify.kpool_rules import candidates, pooled_pages
+from dsa_verify.layouts.consumers import memory_of
 from dsa_verify.schedules import VARIANTS, shape, sms_per_slot
 from dsa_verify.topk_plan_rules import PLAN_RULES, is_written
 
@@ -94,7 +95,15 @@ def _write_plan(system: str, geometry: Geometry, bucket: int, tokens: int, lengt
 
 def _schedule(name: str, geometry: Geometry, section: str, columns: int = 1) -> Field:
     form = shape(schedule_slots(geometry, columns))
-    return Field(name=name, shape=form, row=Row.MULTIPROCESSOR, section=section, low=0, high=INT32_LIMIT)
+    return Field(
+        name=name,
+        shape=form,
+        row=Row.MULTIPROCESSOR,
+        section=section,
+        low=0,
+        high=INT32_LIMIT,
+        memory=memory_of(name),
+    )
 
 
 def _plan(name: str, geometry: Geometry, rows: int, section: str) -> list[Field]:
@@ -123,7 +132,7 @@ def _pooled_table(geometry: Geometry, rows: int, row: Row) -> list[Field]:
 
 
 def _lengths(name: str, shape: tuple[int, ...], row: Row, high: int, section: str) -> Field:
-    return Field(name=name, shape=shape, row=row, section=section, low=0, high=high)
+    return Field(name=name, shape=shape, row=row, section=section, low=0, high=high, memory=memory_of(name))
 
 
 def _wide(name: str, shape: tuple[int, ...], high: int, *, column_step: int = 0, live: Live = Live.TOKENS) -> Field:

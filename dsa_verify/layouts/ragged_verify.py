@@ -9,6 +9,7 @@ from dsa_verify.contract import Field, Layout, Lifetime, Row
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import Geometry
 from dsa_verify.layouts import indexer
+from dsa_verify.layouts.consumers import memory_of
 from dsa_verify.ragged_rules import capture_lens, graph_tokens
 
 INT32_LIMIT: Final = 1 << 31
@@ -69,4 +70,6 @@ def _tables(geometry: Geometry, tokens: int) -> list[Field]:
 def _field(name: str, shape: tuple[int, ...], row: Row, high: int, *, section: str = "1.2", **rest: object) -> Field:
     # A prefix sum passes int32 at 2**31 tokens (contract 1.7), so its lower bound is int32's too.
     low = -INT32_LIMIT if high == INT32_LIMIT else 0
-    return Field(name=name, shape=shape, row=row, section=section, low=low, high=high, **rest)  # type: ignore[arg-type]
+    return Field(  # type: ignore[arg-type]
+        name=name, shape=shape, row=row, section=section, low=low, high=high, memory=memory_of(name), **rest
+    )

@@ -179,6 +179,6 @@ def test_a_schedule_that_is_not_contiguous_is_refused() -> None:
     (finding,) = verify_rounds(job, [job.table(ROUNDS)], Counts(), folder=None)
     assert finding.diagnosis is Diagnosis.WRONG_OUTPUTS
     assert finding.sentence == (
-        f"wrong outputs: bucket 4: {POOLED} has strides [4, 1]; consumers read a schedule as contiguous, with strides "
-        "[2, 1] (contract 3.5)"
+        f"wrong outputs: bucket 4: {POOLED} has strides [4, 1]; DeepGEMM needs it contiguous, with strides [2, 1] "
+        "(contract 4.2; rows of 8 bytes by 3.1, contiguous by 3.5)"
     )
