@@ -221,6 +221,13 @@ def explain_guard(difference: Difference, count: int) -> tuple[Diagnosis, str]:
     """Which field was overrun, on which side and by how much; `count`: words of this guard that changed."""
     after, before = difference.region.neighbours
     rows, words = difference.region.got.shape
+    if difference.region.gaps_per_row > 1:
+        row, column = divmod(difference.row, difference.region.gaps_per_row)
+        return (
+            Diagnosis.PAST_THE_END,
+            f"wrote {count * 4} bytes between the columns of {after}, the first of them behind column {column} of row "
+            f"{row}",
+        )
     if after is not None and (rows > 1 or after == before):
         return (
             Diagnosis.PAST_THE_END,

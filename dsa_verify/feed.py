@@ -200,8 +200,16 @@ class Feed:
         geometry = self.geometry
         of_batch = "plain" if form == FAR else form
         tensors = {
-            spec.name: memory.tensor(spec.name, spec.shape(self.widest), _DTYPES[spec.dtype], of_batch, spec.high - 1)
-            for spec in self._specs
+            spec.name: memory.tensor(
+                spec.name,
+                spec.shape(self.widest),
+                _DTYPES[spec.dtype],
+                of_batch,
+                spec.high - 1,
+                columns_apart=spec.columns_apart,
+            )
+            # Those with columns apart first: the smallest strides are theirs, whose memory grows with them most.
+            for spec in sorted(self._specs, key=lambda spec: not spec.columns_apart)
         }
         if system == "padded":
             swa = self._full_to_swa()

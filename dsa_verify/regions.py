@@ -45,13 +45,13 @@ class Control:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Region:
-    """`got` (and `want`, where there is one): int32 [rows, words], unit column stride.
+    """`got` (and `want`, where there is one): int32 [rows, words], `want` with unit column stride.
 
     Without `want` every word must equal `constant`. `row_request` maps a row to its request; `want` is read at that
     request's row if `want_per_request`. A word is live iff its row is below `live_rows` and its element column times
     `column_step`, plus `column_start`, is below the request's `live_bound`; dead words must equal `constant` unless
     `dead` is STALE. `poisonable`: overwritten before each replay, but for its first `kept_rows`. `low`, `high`: the
-    range a plausible poison is drawn from.
+    range a plausible poison is drawn from. `neighbours`, `gaps_per_row`: of a guard, as arena.Guard has them.
     """
 
     kind: Kind
@@ -73,6 +73,7 @@ class Region:
     low: int = 0
     high: int = 1
     neighbours: tuple[str | None, str | None] = (None, None)
+    gaps_per_row: int = 1
 
 
 def rows_are_whole(tensor: torch.Tensor) -> bool:
@@ -148,6 +149,7 @@ def guard_regions(guarded: Guarded, kind: Kind) -> list[Region]:
             constant=GUARD_WORD,
             poisonable=guard.want is None,
             neighbours=(guard.after, guard.before),
+            gaps_per_row=guard.gaps_per_row,
         )
         for guard in guarded.guards
     ]
@@ -161,17 +163,32 @@ def beyond_regions(arena: Arena, bucket: int) -> list[Region]:
 
 
 def input_regions(subject: Inputs, oracle: Inputs) -> list[Region]:
+    """A region for each input, or for each `name[i]` of one with more dimensions whose rows are not whole."""
     wanted = oracle.tensors()
     return [
-        Region(
-            kind=Kind.INPUT,
-            name=name,
-            got=as_words(tensor),
-            want=as_words(wanted[name]),
-            words_per_element=tensor.element_size() // 4,
-        )
+        region
         for name, tensor in subject.tensors().items()
+        for region in _input_regions(name, tensor, wanted[name])
     ]
+
+
+def _input_regions(name: str, got: torch.Tensor, want: torch.Tensor) -> list[Region]:
+    if rows_are_whole(got):
+        pairs = {name: (as_words(got), as_words(want))}
+    elif got.dim() == 2:
+        pairs = {name: (_by_last(got), _by_last(want))}
+    else:
+        pairs = {f"{name}[{i}]": (_by_last(got[i]), _by_last(want[i])) for i in range(len(got))}
+    size = got.element_size() // 4
+    return [
+        Region(kind=Kind.INPUT, name=each, got=words, want=must_be, words_per_element=size)
+        for each, (words, must_be) in pairs.items()
+    ]
+
+
+def _by_last(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` of one word an element as int32 [rows, words], a row for each of its last dimension."""
+    return tensor.view(-1, tensor.shape[-1]).view(torch.int32)
 
 
 def private_fields(layout: Layout, regions: Sequence[Region]) -> list[Region]:

@@ -21,7 +21,8 @@ class StaticInput:
     """One field of `Inputs`. `name` is that of the field, and of a column of RoundTable if it is `drawn`, else it is
     computed on the device (expand.py). Batch rows own `rows` consecutive entries along dimension `axis`, each of shape
     `item`; the rest of a padded replay holds `pad`. `low` <= v < `high`: the legal live values, of which a poisoned
-    tail is made.
+    tail is made. `columns_apart`: whether a strided view has gaps between the elements of a row, too, which no contract
+    promises to be adjacent.
     """
 
     name: str
@@ -33,6 +34,7 @@ class StaticInput:
     leading: tuple[int, ...] = ()
     item: tuple[int, ...] = ()
     drawn: bool = True
+    columns_apart: bool = False
 
     def shape(self, batch: int) -> tuple[int, ...]:
         """The shape for a batch of `batch` requests."""
@@ -78,6 +80,7 @@ def static_inputs(system: str, geometry: Geometry) -> tuple[StaticInput, ...]:
                 high=geometry.context,
                 item=(geometry.topk,),
                 drawn=False,
+                columns_apart=True,
             ),
             StaticInput(
                 name="selection",
@@ -87,6 +90,7 @@ def static_inputs(system: str, geometry: Geometry) -> tuple[StaticInput, ...]:
                 high=geometry.slots,
                 item=(geometry.topk,),
                 drawn=False,
+                columns_apart=True,
             ),
             StaticInput(
                 name="partial_out",
@@ -98,7 +102,14 @@ def static_inputs(system: str, geometry: Geometry) -> tuple[StaticInput, ...]:
                 drawn=False,
             ),
             StaticInput(
-                name="partial_lse", dtype="float32", low=1, high=1 << 20, leading=(size,), item=(heads,), drawn=False
+                name="partial_lse",
+                dtype="float32",
+                low=1,
+                high=1 << 20,
+                leading=(size,),
+                item=(heads,),
+                drawn=False,
+                columns_apart=True,
             ),
         ]
     return tuple(found)

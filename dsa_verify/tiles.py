@@ -18,7 +18,7 @@ from dsa_verify.contract import Dead
 from dsa_verify.regions import LOUD_WORD, Kind, Region
 
 TILE_WORDS: Final = 2048
-_COLUMNS: Final = 20
+_COLUMNS: Final = 21
 
 
 class TileTable:
@@ -91,6 +91,7 @@ def _describe(region: Region) -> list[int]:
         min(max(region.high - region.low, 1), 0x7FFFFFFF),
         region.column_start,
         region.kept_rows,
+        region.got.stride(1),
     ]
     return row + [0] * (_COLUMNS - len(row))
 
@@ -128,7 +129,7 @@ def _judge_kernel(
     region, entry, row, word = _tile_start(regions, tiles, COLUMNS, TILE)
     got_base = tl.load(entry).to(tl.pointer_type(tl.int32))
     rows = tl.load(entry + 1)
-    got_stride = tl.load(entry + 3)
+    got_stride, got_step = tl.load(entry + 3), tl.load(entry + 20).to(tl.int32)
     want_address = tl.load(entry + 4)
     want_stride = tl.load(entry + 5)
     want_per_request = tl.load(entry + 6)
@@ -162,7 +163,7 @@ def _judge_kernel(
         want_base = want_address.to(tl.pointer_type(tl.int32))
         want = tl.load(want_base + want_row * want_stride + word, mask=live, other=0)
         want = tl.where(live, want, constant)
-        got = tl.load(got_base + row * got_stride + word, mask=checked, other=0)
+        got = tl.load(got_base + row * got_stride + word * got_step, mask=checked, other=0)
         wrong = checked & (got != want)
         if tl.load(entry + 15) != 0:
             tl.atomic_add(compared + region, tl.sum(checked.to(tl.int64), axis=0) // words_per_element)
@@ -194,7 +195,7 @@ def _poison_kernel(
     _region, entry, row, word = _tile_start(regions, tiles, COLUMNS, TILE)
     base = tl.load(entry).to(tl.pointer_type(tl.int32))
     rows = tl.load(entry + 1)
-    stride = tl.load(entry + 3)
+    stride, step = tl.load(entry + 3), tl.load(entry + 20).to(tl.int32)
     words_per_element = tl.load(entry + 12).to(tl.int32)
     constant = tl.load(entry + 14).to(tl.int32)
     is_field = tl.load(entry + 15)
@@ -210,7 +211,7 @@ def _poison_kernel(
     value = tl.where(poison == 0, loud, plausible.to(tl.int32))
     value = tl.where(is_field != 0, value, constant)
     if (is_field == 0) | (poison != 2):
-        tl.store(base + row * stride + word, value, mask=(row < rows) & (row >= tl.load(entry + 19)))
+        tl.store(base + row * stride + word * step, value, mask=(row < rows) & (row >= tl.load(entry + 19)))
 
 
 KERNELS: tuple[Any, ...] = (_judge_kernel, _poison_kernel)

@@ -2,7 +2,8 @@
 selection, and lengths with the page table; one launch each for the selected slots and for the merge; the ragged prefix
 gather (contract 8).
 
-Everything writes in place and may be captured. `rank` and `size` are r and D, `block` the interleave block I, which
+Everything writes in place and may be captured. What is read may have any strides; what is written is dense, and
+UsageError says so of an output that is not. `rank` and `size` are r and D, `block` the interleave block I, which
 divides the page. `Dcp` does the work of all ranks on one device.
 """
 
@@ -14,6 +15,7 @@ from typing import Final
 import torch
 import triton
 
+from dsa_verify.errors import UsageError
 from dsa_verify.geometry import Geometry
 from dsa_verify.pipelines.dcp_kernel import (
     kv_indices_kernel,
@@ -57,6 +59,7 @@ def write_shard(pool: torch.Tensor, locations: torch.Tensor, rows: torch.Tensor,
         batch,
         locations.stride(0),
         rows.stride(0),
+        rows.stride(1),
         pool.stride(0),
         words,
         place.rank,
@@ -69,6 +72,7 @@ def write_shard(pool: torch.Tensor, locations: torch.Tensor, rows: torch.Tensor,
 
 def select_slots(inputs: Inputs, selected: torch.Tensor) -> None:
     """`selected` int32 [bs, columns], dense: the slots of `inputs.selected_positions`, -1 staying -1 (contract 8.3)."""
+    _check_dense(selected=selected)
     positions = inputs.selected_positions
     assert positions is not None
     rows, columns = positions.shape
@@ -84,6 +88,7 @@ def select_slots(inputs: Inputs, selected: torch.Tensor) -> None:
         inputs.req_pool_indices.stride(0),
         inputs.req_to_token.stride(0),
         positions.stride(0),
+        positions.stride(1),
         COLUMNS=lanes,
         GROUP=group,
     )
@@ -94,6 +99,7 @@ def localize(
 ) -> None:
     """Both forms of contract 8.3 of int32 [rows, columns] `selection`, virtual slots or -1, which stays as it is:
     `positional` and `packed` int32 of its shape, dense, and `counts` int32 [rows]."""
+    _check_dense(positional=positional, packed=packed, counts=counts)
     rows, columns = selection.shape
     lanes = triton.next_power_of_2(columns)
     group = _group(selection, rows, lanes)
@@ -105,6 +111,7 @@ def localize(
         rows,
         columns,
         selection.stride(0),
+        selection.stride(1),
         place.rank,
         SIZE=place.size,
         INTERLEAVE=place.block,
@@ -150,6 +157,7 @@ def merge(
     `log_base`: "2" or "e", of both log-sum-exps. `dim` is a power of two. In float32; `dcp_rules.MERGE_BOUND` says how
     far off.
     """
+    _check_dense(out=out, lse=lse)
     size, rows, heads, dim = partial_out.shape
     items = rows * heads
     if out.is_cuda:
@@ -163,15 +171,22 @@ def merge(
         lse,
         rows,
         heads,
-        partial_out.stride(0),
-        partial_out.stride(1),
-        partial_lse.stride(0),
-        partial_lse.stride(1),
+        *partial_out.stride(),
+        *partial_lse.stride(),
         SIZE=size,
         DIM=dim,
         BASE_2=log_base == "2",
         GROUP=group,
     )
+
+
+def _check_dense(**outputs: torch.Tensor) -> None:
+    for name, tensor in outputs.items():
+        if not tensor.is_contiguous():
+            raise UsageError(
+                f"{name}: strides {tensor.stride()} of shape {tuple(tensor.shape)} are not dense, and the kernel writes "
+                "rows one behind the other; hand over a contiguous tensor and copy it where it belongs"
+            )
 
 
 def _group(tensor: torch.Tensor, rows: int, columns: int) -> int:
@@ -194,7 +209,7 @@ class PrefixRanges:
 
     @classmethod
     def of(cls, starts: torch.Tensor, lengths: torch.Tensor, size: int) -> PrefixRanges:
-        starts, lengths = starts.to(torch.int64), lengths.to(torch.int64)
+        starts, lengths = (each.to(torch.int64).contiguous() for each in (starts, lengths))
         padded = (lengths + starts % size + (size - 1)) // size
         offsets, targets = padded.cumsum(0) - padded, lengths.cumsum(0) - lengths
         return cls(starts=starts, lengths=lengths, offsets=offsets, targets=targets)
@@ -208,7 +223,9 @@ def pack_prefix(
     send: torch.Tensor,
     place: Place,
 ) -> None:
-    """Into `send` int32 [capacity, words] what the rank has of each range, pad rows as zeros; rows beyond are left."""
+    """Into `send` int32 [capacity, words] what the rank has in its dense `pool` of each range, pad rows as zeros; rows
+    beyond are left."""
+    _check_dense(pool=pool, send=send)
     words = pool.shape[1]
     pack_prefix_kernel[(len(requests),)](
         ranges.starts,
@@ -218,6 +235,7 @@ def pack_prefix(
         req_to_token,
         pool,
         send,
+        requests.stride(0),
         req_to_token.stride(0),
         words,
         place.rank,
@@ -228,8 +246,9 @@ def pack_prefix(
 
 
 def reorder(ranges: PrefixRanges, gathered: torch.Tensor, ordered: torch.Tensor) -> None:
-    """`gathered` int32 [D, rows of a rank, words] without its pads into `ordered` int32 [capacity, words], in token
-    order; rows beyond are left."""
+    """Dense `gathered` int32 [D, rows of a rank, words] without its pads into `ordered` int32 [capacity, words], in
+    token order; rows beyond are left."""
+    _check_dense(gathered=gathered, ordered=ordered)
     size, rank_rows, words = gathered.shape
     reorder_kernel[(len(ranges.starts),)](
         ranges.starts,
@@ -249,6 +268,7 @@ def reorder(ranges: PrefixRanges, gathered: torch.Tensor, ordered: torch.Tensor)
 def kv_indices(prefix_lens: torch.Tensor, extend_lens: torch.Tensor, out: torch.Tensor) -> None:
     """Into integer [capacity] `out`, for [prefix; extend] of each request in turn, the row of a buffer that holds all
     prefixes first and all extends after them (`dcp_kv_indices`)."""
+    _check_dense(out=out)
     kv_indices_kernel[(len(prefix_lens),)](
         prefix_lens.cumsum(0), extend_lens.cumsum(0), out, len(prefix_lens), COLUMNS=INDEX_BLOCK
     )

@@ -2,8 +2,9 @@
 (contract 8.1 to 8.4, 8.7).
 
 The number of ranks and the interleave block are fixed for a server and compiled in; the rank, the batch, lengths and
-strides are not, so that one compilation serves every simulated rank and round. Offsets of rows are 64-bit: a row times
-a row's width passes 2**31.
+strides of rows are not, so that one compilation serves every simulated rank and round. A stride of columns is compiled
+in where it is 1, as it mostly is, so that a dense row is read in wide words. Offsets of rows are 64-bit: a row times a
+row's width passes 2**31.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def write_kernel(
     batch,
     location_stride,
     row_stride,
+    word_stride,
     pool_stride,
     words,
     rank,
@@ -47,7 +49,7 @@ def write_kernel(
     mine = here & (slot > 0) & (_owner(slot, SIZE, INTERLEAVE) == rank)
     word = tl.arange(0, WORD_LANES)[None, :]
     stored = mine[:, None] & (word < words)
-    values = tl.load(rows + (wide * row_stride)[:, None] + word, mask=stored, other=0)
+    values = tl.load(rows + (wide * row_stride)[:, None] + word * word_stride, mask=stored, other=0)
     target = _local(slot, SIZE, INTERLEAVE) * pool_stride
     tl.store(pool + target[:, None] + word, values, mask=stored)
 
@@ -63,6 +65,7 @@ def select_kernel(
     request_stride,
     token_stride,
     position_stride,
+    column_stride,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
@@ -73,7 +76,8 @@ def select_kernel(
     inside = here[:, None] & (column < columns)
     wide = row.to(tl.int64)
     request = tl.load(requests + wide * request_stride, mask=here, other=0).to(tl.int64)
-    position = tl.load(positions + (wide * position_stride)[:, None] + column, mask=inside, other=-1)
+    source = positions + (wide * position_stride)[:, None] + column * column_stride
+    position = tl.load(source, mask=inside, other=-1)
     chosen = inside & (position >= 0)
     slot = tl.load(req_to_token + (request * token_stride)[:, None] + position, mask=chosen, other=-1)
     tl.store(selected + (wide * columns)[:, None] + column, slot, mask=inside)
@@ -88,6 +92,7 @@ def localize_kernel(
     rows,
     columns,
     selection_stride,
+    column_stride,
     rank,
     SIZE: tl.constexpr,
     INTERLEAVE: tl.constexpr,
@@ -100,7 +105,7 @@ def localize_kernel(
     column = tl.arange(0, COLUMNS)[None, :]
     inside = here[:, None] & (column < columns)
     wide = row.to(tl.int64)[:, None]
-    slot = tl.load(selection + wide * selection_stride + column, mask=inside, other=-1)
+    slot = tl.load(selection + wide * selection_stride + column * column_stride, mask=inside, other=-1)
     owned = (slot >= 0) & (_owner(slot, SIZE, INTERLEAVE) == rank)
     row_of = tl.where(owned, _local(slot, SIZE, INTERLEAVE), -1)
     tl.store(positional + wide * columns + column, row_of, mask=inside)
@@ -161,7 +166,15 @@ def _known_lse(partial_lse, at, here):
 
 
 @triton.jit(
-    do_not_specialize=["rows", "heads", "out_rank_stride", "out_row_stride", "lse_rank_stride", "lse_row_stride"]
+    do_not_specialize=[
+        "rows",
+        "heads",
+        "out_rank_stride",
+        "out_row_stride",
+        "out_head_stride",
+        "lse_rank_stride",
+        "lse_row_stride",
+    ]
 )
 def merge_kernel(
     partial_out,
@@ -172,8 +185,11 @@ def merge_kernel(
     heads,
     out_rank_stride,
     out_row_stride,
+    out_head_stride,
+    out_dim_stride,
     lse_rank_stride,
     lse_row_stride,
+    lse_head_stride,
     SIZE: tl.constexpr,
     DIM: tl.constexpr,
     BASE_2: tl.constexpr,
@@ -183,9 +199,9 @@ def merge_kernel(
     item = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     here = item < rows * heads
     row, head = (item // heads).to(tl.int64), item % heads
-    lse_at = row * lse_row_stride + head
+    lse_at = row * lse_row_stride + head * lse_head_stride
     element = tl.arange(0, DIM)[None, :]
-    out_at = (row * out_row_stride + head * DIM)[:, None] + element
+    out_at = (row * out_row_stride + head * out_head_stride)[:, None] + element * out_dim_stride
     known = here[:, None] & (element < DIM)
     top = tl.full((GROUP,), float("-inf"), tl.float32)
     out_step, lse_step = out_rank_stride.to(tl.int64), lse_rank_stride.to(tl.int64)
@@ -207,7 +223,7 @@ def merge_kernel(
     tl.store(merged_lse + item, tl.where(total > 0.0, lse, float("-inf")), mask=here)
 
 
-@triton.jit(do_not_specialize=["token_stride", "words", "rank"])
+@triton.jit(do_not_specialize=["request_stride", "token_stride", "words", "rank"])
 def pack_prefix_kernel(
     starts,
     lengths,
@@ -216,6 +232,7 @@ def pack_prefix_kernel(
     req_to_token,
     pool,
     send,
+    request_stride,
     token_stride,
     words,
     rank,
@@ -226,7 +243,7 @@ def pack_prefix_kernel(
     """Grid: the requests. What `rank` owns of each range into its rows of `send`, pad rows as zeros."""
     program = tl.program_id(0).to(tl.int64)
     start, length = tl.load(starts + program), tl.load(lengths + program)
-    offset, request = tl.load(offsets + program), tl.load(requests + program).to(tl.int64)
+    offset, request = tl.load(offsets + program), tl.load(requests + program * request_stride).to(tl.int64)
     padded = (length + start % SIZE + SIZE - 1) // SIZE
     word = tl.arange(0, WORD_LANES)[None, :]
     for begin in range(0, padded, ROWS):

@@ -47,7 +47,10 @@ class DcpRank(Dcp):
         self._received = torch.zeros((size, rows, KV_WORDS), dtype=torch.int32, device=device)
         self.prefix = torch.zeros((batch * geometry.context, KV_WORDS), dtype=torch.int32, device=device)
         self._own = [each[self._rank] for each in (inputs.partial_out, inputs.partial_lse)]
-        gathered = [torch.zeros_like(each) for each in (inputs.partial_out, inputs.partial_lse)]
+        dense = torch.contiguous_format
+        gathered = [
+            torch.zeros_like(each, memory_format=dense) for each in (inputs.partial_out, inputs.partial_lse)
+        ]
         self._inputs = dataclasses.replace(inputs, partial_out=gathered[0], partial_lse=gathered[1])
         self._gathered = gathered
 
@@ -56,7 +59,7 @@ class DcpRank(Dcp):
         select_slots(self._inputs, self._buffers["selected_slots"])
         self._gather_prefix()
         for everyone, own in zip(self._gathered, self._own, strict=True):
-            _all_gather(everyone, own)
+            _all_gather(everyone, own.contiguous())
         self._merge()
 
     def _gather_prefix(self) -> None:

@@ -135,7 +135,7 @@ def test_a_write_reaches_its_owner_and_nobody_else(size: int, block: int) -> Non
     """Strided inputs, slot 0 twice, and the first slots, whose local row is 0 too."""
     slots = torch.tensor([0, 1, 5, 0, 31, 2, 8, 17], dtype=torch.int64)
     locations = slots.repeat_interleave(2).to(DEVICE)[::2]
-    rows = torch.randint(-(1 << 31), (1 << 31) - 1, (8, 6), generator=generator()).int().to(DEVICE)[:, :4]
+    rows = apart(torch.randint(-(1 << 31), (1 << 31) - 1, (8, 4), generator=generator()).int().to(DEVICE), 3, 2)
     held: list[dict[int, list[int]]] = [{} for _ in range(size)]
     referee.write(held, slots.tolist(), rows.tolist(), block)
     expected = [[pool.get(row, [0] * 4) for row in range(32)] for pool in held]
@@ -222,6 +222,48 @@ def test_ids_that_float32_cannot_hold_are_told_apart() -> None:
     assert through_float.tolist() != want
 
 
+def apart(tensor: torch.Tensor, *steps: int) -> torch.Tensor:
+    """`tensor`, its elements so many steps from each other along its last dimensions; 1, which is legal, between."""
+    steps = (1,) * (tensor.dim() - len(steps)) + steps
+    room = torch.full([size * step for size, step in zip(tensor.shape, steps, strict=True)], 1).to(tensor)
+    view = room[tuple(slice(None, None, step) for step in steps)]
+    return view.copy_(tensor)
+
+
+def test_a_selection_may_have_strided_columns() -> None:
+    """As SGLang's own tests hand it over: `storage[::2, ::2]` (contract 8.3)."""
+    selection = selections(5, 37)
+    strided, place = apart(selection, 2, 2), Place(rank=1, size=3)
+    assert strided.stride() == (4 * 37, 2)
+    for row, got in zip(selection.tolist(), zip(*localized(strided, place), strict=True), strict=True):
+        positional, packed, count = (each.tolist() for each in got)
+        assert positional == referee.localized(row, 1, 3, 1)
+        assert (packed, count) == referee.packed(row, 1, 3, 1)
+    table = torch.randint(0, 99, (4, 37), generator=generator()).int().to(DEVICE)
+    positions = torch.randint(-1, 37, (3, 8), generator=generator(1)).int().to(DEVICE)
+    inputs = Inputs(
+        seq_lens=torch.zeros(3, dtype=torch.int64, device=DEVICE),
+        req_pool_indices=apart(torch.tensor([3, 1, 2], device=DEVICE), 5),
+        req_to_token=table,
+        selected_positions=apart(positions, 2, 3),
+    )
+    selected = torch.full_like(positions, 77)
+    pipeline.select_slots(inputs, selected)
+    wanted = zip((3, 1, 2), positions.tolist(), strict=True)
+    assert selected.tolist() == [referee.selected_slots(table[row].tolist(), each) for row, each in wanted]
+
+
+def test_an_output_that_is_not_dense_is_refused() -> None:
+    selection = selections(5, 37)
+    out, counts = torch.zeros_like(selection), torch.zeros(5, dtype=torch.int32, device=DEVICE)
+    refused = r"packed: strides \(148, 2\) of shape \(5, 37\) are not dense, .*; hand over a contiguous tensor"
+    with pytest.raises(UsageError, match=refused):
+        pipeline.localize(selection, out, apart(out, 2, 2), counts, Place(rank=0, size=2))
+    outs, lses = random_partials(2, 3)
+    with pytest.raises(UsageError, match="lse: strides"):
+        pipeline.merge(outs, lses, "2", outs[0].clone(), apart(lses[0], 2))
+
+
 # The merge -----------------------------------------------------------------------------------------------------------
 
 
@@ -306,6 +348,15 @@ def test_the_merge_reads_rows_of_a_wider_batch() -> None:
     assert_close(lambda *_: (out, lse), outs[:, :4], lses[:, :4], "2")
 
 
+def test_the_merge_reads_a_receive_buffer() -> None:
+    """Whose log-sum-exp lies behind each head's output: floats 0, 9, 18, ... and 8, 17, 26, ... (contract 8.7)."""
+    outs, lses = random_partials(3, 9)
+    buffer = torch.cat([outs, lses[..., None]], 3)
+    out, lse = torch.full_like(outs[0], 77), torch.full_like(lses[0], 77)
+    pipeline.merge(buffer[..., :8], buffer[..., 8], "2", out, lse)
+    assert_close(lambda *_: (out, lse), outs, lses, "2")
+
+
 def without_empty_rule(outs: torch.Tensor, lses: torch.Tensor, log_base: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Sanitised, but the largest stays -inf where no rank has anything."""
     clean = torch.where(lses.isfinite(), lses, -INFINITY)
@@ -360,7 +411,8 @@ def test_the_ragged_prefix_gather(size: int) -> None:
     table = torch.arange(24, device=DEVICE, dtype=torch.int32) + 24 * torch.arange(
         1, len(RANGES) + 1, device=DEVICE, dtype=torch.int32
     ).view(-1, 1)
-    requests = torch.arange(len(RANGES), device=DEVICE)
+    requests = apart(torch.arange(len(RANGES), device=DEVICE), 3)
+    starts, lengths = apart(starts, 2), apart(lengths, 5)
     ranges = PrefixRanges.of(starts, lengths, size)
     gathered = torch.full((size, rows + 3, 4), -7, dtype=torch.int32, device=DEVICE)
     for rank in range(size):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from support import DEVICE, small
 
+from dsa_verify.diagnose import explain_guard
 from dsa_verify.feed import Feed
+from dsa_verify.findings import Diagnosis
 from dsa_verify.geometry import INDEX_DTYPES, INPUT_VIEWS, Geometry
-from dsa_verify.judge import expected_words, live_words
+from dsa_verify.judge import Difference, Phase, expected_words, live_words
 from dsa_verify.matrix import REMAPS_PER_ROUND, Config
-from dsa_verify.regions import Kind, guard_regions
+from dsa_verify.regions import Kind, guard_regions, input_regions
 from dsa_verify.rounds import PAD_REQUEST, RoundTable, seq_len_fill, tabulate, token_slots
 from dsa_verify.scenario import POISONS, Round
 from dsa_verify.subject import Inputs
@@ -122,11 +126,43 @@ def test_inputs_have_the_form_that_was_asked_for(form: str, dtype: str):
     for tensor in oracle.tensors().values():
         assert tensor.is_contiguous(), "the oracle's inputs are plain whatever the subject's are"
     for name, tensor in subject.tensors().items():
-        assert tensor.stride(-1) == (2 if form == "strided" and name != "req_to_token" else 1)
+        assert (tensor.stride(-1) > 1) == (form == "strided" and name != "req_to_token")
         assert tensor.is_contiguous() == (form != "strided")
         assert (tensor.data_ptr() % 16 != 0) == (form == "offset"), "an offset view is not even 16-byte aligned"
     if form == "strided":
         assert subject.req_to_token.stride(0) > geometry.token_columns
+
+
+def own_strides(tensor: torch.Tensor) -> set[int]:
+    """What an implementation may be handed of it: the distance of its columns, and of the rows that these are."""
+    return set(tensor.stride()[-2:]) - {1}
+
+
+@pytest.mark.parametrize("preset", ["", "pooled"])
+@pytest.mark.parametrize("system", sorted(SYSTEMS))
+def test_no_stride_of_a_strided_input_is_any_others(system: str, preset: str):
+    """Nor a multiple of it: an index times the one would be another times the other."""
+    changes = {"context": 603, "pool_size": 4, "indexer": True} if preset else {"dcp_size": 2}
+    geometry = small(input_view="strided", draft_tokens=2 if SYSTEMS[system].drafts else 1, **changes)
+    subject, _ = make_feed(system, geometry).inputs(WIDEST)
+    strides = {name: own_strides(each) for name, each in subject.tensors().items() if name != "full_to_swa"}
+    assert all(strides.values()), "each has a gap"
+    for one, other in itertools.permutations(strides, 2):
+        clash = [(a, b) for a in strides[one] for b in strides[other] if a % b == 0]
+        assert not clash, (one, other)
+
+
+@pytest.mark.parametrize("form", INPUT_VIEWS)
+def test_selections_and_what_ranks_computed_have_the_form_too(form: str):
+    """As SGLang's own tests hand them over: `storage[::2, ::2]`, and floats of a receive buffer (contract 8.3, 8.7)."""
+    inputs, oracle = make_feed("dcp", small(input_view=form, dcp_size=2)).inputs(3)
+    far = {"selected_positions": (0, 1), "selection": (0, 1), "kv_rows": (0,), "partial_out": (2,), "partial_lse": (2,)}
+    for name, dimensions in far.items():
+        tensor, plain = inputs.tensors()[name], oracle.tensors()[name]
+        assert plain[0].is_contiguous()
+        for dimension in range(1 if tensor.dim() == 2 else 2, tensor.dim()):
+            assert (tensor.stride(dimension) != plain.stride(dimension)) == (form == "strided" and dimension in dimensions)
+        assert (tensor.stride(0) != plain.stride(0)) == (form == "strided")
 
 
 def test_buckets_see_prefixes_of_the_same_buffers():
@@ -153,6 +189,11 @@ def test_steps_leave_what_lies_around_the_inputs_alone(form: str):
         assert torch.equal(region.got, want)
 
 
+def behind(tensor: torch.Tensor) -> torch.Tensor:
+    """What lies right behind each element."""
+    return tensor.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() + 1)
+
+
 def test_a_gap_holds_a_legal_value_whatever_was_written_there():
     """What takes elements for adjacent reads it."""
     geometry = small(input_view="strided")
@@ -160,10 +201,8 @@ def test_a_gap_holds_a_legal_value_whatever_was_written_there():
     subject, _ = feed.inputs(WIDEST)
     slack = subject.req_to_token.stride(0) - geometry.token_columns
     gaps = {
-        geometry.context: subject.seq_lens.as_strided((WIDEST,), (2,), subject.seq_lens.storage_offset() + 1),
-        geometry.request_rows - 1: subject.req_pool_indices.as_strided(
-            (WIDEST,), (2,), subject.req_pool_indices.storage_offset() + 1
-        ),
+        geometry.context: behind(subject.seq_lens),
+        geometry.request_rows - 1: behind(subject.req_pool_indices),
         geometry.slots - 1: subject.req_to_token.as_strided(
             (geometry.request_rows, slack),
             (subject.req_to_token.stride(0), 1),
@@ -176,6 +215,33 @@ def test_a_gap_holds_a_legal_value_whatever_was_written_there():
     feed.step(3)
     for legal, gap in gaps.items():
         assert (gap == legal).all()
+
+
+def test_gaps_between_columns_are_filled_and_guarded():
+    """Of `selection` and of one rank's log-sum-exps: what is written there is found, and gone in the next round."""
+    geometry = small(input_view="strided", dcp_size=2)
+    feed = make_feed("dcp", geometry)
+    inputs, oracle = feed.inputs(3)
+    assert inputs.selection is not None
+    assert inputs.partial_lse is not None
+    feed.upload(table_of("dcp", geometry, *[Round(bucket=3, seq_lens=(5, 6, 7), requests=(1, 2, 3), seed=4)] * 2))
+    feed.step(3)
+    behind(inputs.selection)[1, 5] = -9
+    inputs.partial_lse[1, 2, 0] = 77.0
+    hits = []
+    for region in [*guard_regions(feed, Kind.GUARD), *input_regions(inputs, oracle)]:
+        want, checked = expected_words(region, live_words(region))
+        hits += [(region, *place) for place in ((region.got != want) & checked).nonzero().tolist()]
+    (guard, row, word), (lse, *place) = hits
+    assert divmod(row, guard.gaps_per_row) == (1, 5)
+    seen = Difference(region=guard, round=0, phase=Phase.REPLAY, row=row, word=word, got=-9, want=0)
+    assert explain_guard(seen, 1) == (
+        Diagnosis.PAST_THE_END,
+        "wrote 4 bytes between the columns of selection, the first of them behind column 5 of row 1",
+    )
+    assert (lse.name, place) == ("partial_lse[1]", [2, 0])
+    feed.step(3)
+    assert int(behind(inputs.selection)[1, 5]) == geometry.slots - 1
 
 
 def test_a_request_that_moves_again_gets_other_pages():

@@ -13,6 +13,7 @@ from dsa_verify import compilations
 from dsa_verify.confirm import confirm
 from dsa_verify.contract import Dead
 from dsa_verify.errors import HarnessError, ReplayError
+from dsa_verify.feed import Feed
 from dsa_verify.geometry import Geometry
 from dsa_verify.judge import Difference, Phase, Tally
 from dsa_verify.pipelines.padded import Padded
@@ -583,7 +584,8 @@ class WritesAt(EagerDecode):
 
 
 STRIDED = small(input_view="strided")
-WIDTH, ROWS, PITCH = STRIDED.token_columns, STRIDED.request_rows, STRIDED.token_columns + 64
+WIDTH, ROWS = STRIDED.token_columns, STRIDED.request_rows
+PITCH = Feed("decode", STRIDED, 4, DEVICE, capacity=1, remap_slots=0).inputs(4)[0].req_to_token.stride(0)
 
 
 @pytest.mark.parametrize(
@@ -623,6 +625,31 @@ def test_what_is_written_around_an_input_is_found(name: str, at: int, geometry: 
     (sentence,) = [finding.sentence for finding in findings]
     assert text in sentence
     assert {finding.bucket for finding in findings} == {only}
+
+
+def by_anothers_stride(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """What a kernel reads of `tensor` that is handed the strides of `other`."""
+    return tensor.as_strided(tensor.shape, other.stride(), tensor.storage_offset())
+
+
+class SwapsStrides(EagerDecode):
+    """Right wherever both lists lie alike."""
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        lengths, requests = inputs.seq_lens, inputs.req_pool_indices
+        swapped = dataclasses.replace(
+            inputs,
+            seq_lens=by_anothers_stride(lengths, requests),
+            req_pool_indices=by_anothers_stride(requests, lengths),
+        )
+        super().allocate(geometry, swapped, buffers)
+
+
+@pytest.mark.parametrize("form, wrong", [("plain", False), ("strided", True)])
+def test_a_stride_that_is_another_inputs_is_found(form: str, wrong: bool):
+    findings = confirm(job_of(SwapsStrides, geometry=small(input_view=form)), ROUNDS)
+    assert ({"cache_seqlens_int32", "page_table_1"} <= {finding.field for finding in findings}) is wrong
+    assert bool(findings) is wrong
 
 
 class WritesConstant(Padded):

@@ -74,6 +74,11 @@ def test_subjects_ask_for_the_geometry_that_shows_their_limits(device_type: str)
     assert geometry.first_page * geometry.replace(dcp_size=2).allocator_page > 1 << 24
     assert {"first_page", "dcp_size"} <= fixed
     assert settled_geometry(SYSTEM, "sglang:dcp_mha_merge", device_type)[0].log_base == "e"
+    views = [settled_geometry(SYSTEM, f"sglang:{name}", device_type) for name in ("dcp_columns", "dcp_columns_far")]
+    assert [(geometry.input_view, "input_view" in fixed) for geometry, fixed in views] == [
+        ("strided", True),
+        ("plain", True),  # whose table is its matter
+    ]
     geometry, fixed = settled_geometry(SYSTEM, "sglang:dcp_npu", device_type, settings={"first_page": 3, "topk": 9})
     assert (geometry.first_page, geometry.dcp_size, geometry.topk) == (3, 2, 9)
     assert fixed == {"first_page", "dcp_size", "topk", OWN_TABLES, *OF_THE_SUBJECT}
@@ -239,10 +244,11 @@ def test_a_32_bit_product_is_found(double: Double) -> None:
 
 
 def test_strided_sources_are_found(double: Double) -> None:
-    """Contract 8.3: positions whose rows do not lie densely."""
+    """Contract 8.3: positions that do not lie densely."""
     found = findings_of("dcp_columns")["selected_slots"]
     assert "that is position" in found.sentence
-    assert "read 2048 apart, as if they lay densely" in found.sentence
+    assert "its first 4224 behind that of the row before" in found.sentence
+    assert "read 1 and 2048 apart, as if they lay densely" in found.sentence
 
 
 @pytest.mark.slow

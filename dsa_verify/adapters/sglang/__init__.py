@@ -141,8 +141,9 @@ SUBJECTS: Final[Mapping[str, EngineSubject]] = MappingProxyType(
                 "dcp_columns_far",
                 "dcp",
                 "dcp:FarColumns",
-                "the same from a table of more than 2**31 entries",
+                "the same from a table of more than 2**31 entries, and dense sources",
                 topk=2048,
+                input_view="plain",
             ),
             _subject(
                 "dcp_columns_far_tiled", "dcp", "dcp:FarColumns", "the gather of other widths, likewise", topk=300

@@ -37,6 +37,7 @@ WRITES: Final = "sglang.kernels.ops.kvcache.mla_buffer"
 PAGE_TABLE_TOKENS: Final = 4096
 INT32_ENTRIES: Final = 1 << 31
 _MAP_NORESERVE: Final = 0x4000  # Linux; Python names it from 3.13 on
+_ROW_GAP: Final = 64  # behind each row of a selection whose columns are dense
 _OTHERS: Final = "this subject is another function of SGLang's"
 
 
@@ -266,15 +267,13 @@ class Columns(_OneFunction):
         """Whether `got` is what dense positions would have had there."""
         positions = self._inputs.selected_positions
         assert positions is not None
-        width = positions.shape[1]
-        if not row or positions.stride(0) == width:
-            return None
+        width, (rows_apart, apart) = positions.shape[1], positions.stride()
         position = int(positions.as_strided(positions.shape, (width, 1))[row, column])
-        if got != (int(self._table[row, position]) if position >= 0 else -1):
+        if positions.is_contiguous() or got != (int(self._table[row, position]) if position >= 0 else -1):
             return None
         return (
-            f"the positions of a row begin {positions.stride(0)} elements behind those of the one before: this is what "
-            f"they give where they are read {width} apart, as if they lay densely"
+            f"the positions of a row lie {apart} elements apart, and its first {rows_apart} behind that of the row "
+            f"before: this is what they give where they are read 1 and {width} apart, as if they lay densely"
         )
 
 
@@ -498,6 +497,11 @@ class Dcp(_OneFunction):
         self._lengths = wheel.attribute(INDEX, "get_dcp_lens")
         self._pack = wheel.attribute(TRANSFORM, "transform_index_page_table_dcp")
         self._pages: Any = wheel.attribute(KERNELS, "create_mla_kv_page_table_for_dcp")
+        assert inputs.selection is not None
+        # It asserts that columns are dense; rows it takes as they are.
+        rows, columns = inputs.selection.shape
+        room = torch.zeros((rows, columns + _ROW_GAP), dtype=torch.int32, device=self._device)
+        self._selection = room[:, :columns]
 
     def before_replay(self) -> None:
         for part in self._parts:
@@ -506,13 +510,14 @@ class Dcp(_OneFunction):
     def in_graph(self) -> None:
         for part in self._parts:
             part.in_graph()
+        self._selection.copy_(self._inputs.selection)
         for rank in self._ranks:
             self._share(rank)
 
     def _share(self, rank: int) -> None:
         size, inputs = len(self._ranks), self._inputs
         self._of(rank, "localized").copy_(self._localize(inputs.selection, size, rank))
-        packed, counts = self._pack(inputs.selection, size, rank)
+        packed, counts = self._pack(self._selection, size, rank)
         self._of(rank, "packed").copy_(packed)
         self._of(rank, "packed_counts").copy_(counts)
         lengths, table = self._of(rank, "local_lengths"), self._of(rank, "page_table")
