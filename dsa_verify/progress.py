@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Stages, by number; what is said of them is in STAGES.
 OURS, IMPORT, CONSTRUCT, ALLOCATE, WARM_UP, CAPTURE, BEFORE_REPLAY, REPLAY, OUTPUTS, DEVICE = range(10)
 STAGES: Final = (
-    "work of the verifier",
+    "code that is not the subject's",
     "import",
     "construct",
     "allocate",

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from dsa_verify import pytest_cases
+from dsa_verify import progress, pytest_cases, pytest_guard
+from dsa_verify.delivered import TIMEOUT_S
 from dsa_verify.pinning import pin_gpu
 
 if TYPE_CHECKING:
@@ -99,6 +100,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--dsa-waivers", type=Path, metavar="FILE", help="ledger of known differences, instead of the shipped one"
     )
     group.addoption("--dsa-no-waivers", action="store_true", help="judge known differences, too")
+    group.addoption(
+        "--dsa-timeout",
+        type=_seconds,
+        default=TIMEOUT_S,
+        metavar="SECONDS",
+        help=f"a subject, or a device, that makes no progress for so long hangs, and the session is ended; "
+        f"default: {TIMEOUT_S:g}, 0: wait for ever; not with -n, --pdb or --dsa-no-guard",
+    )
+    group.addoption(
+        "--dsa-no-guard",
+        action="store_true",
+        help="run the tests in the process that was started: one that a subject ends may then look green",
+    )
 
 
 def _device(text: str) -> str:
@@ -129,6 +143,12 @@ def _rounds(text: str) -> int:
     return _integer(text, 1, MAX_SEED)
 
 
+def _seconds(text: str) -> float:
+    if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 or more")
+    return float(text)
+
+
 def _seed(text: str) -> int:
     return _integer(text, 0, MAX_SEED)
 
@@ -139,11 +159,14 @@ def _integer(text: str, low: int, high: int) -> int:
     return int(text)
 
 
-def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest captures output
+def pytest_load_initial_conftests(early_config: pytest.Config) -> Iterator[None]:
     # Kernels in a conftest or test module are decorated, and so bound to compiler or interpreter, while pytest
     # collects, which is long before the fixture settles the device.
     if early_config.known_args_namespace.dsa_device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
+    pytest_guard.guard(early_config)
+    return (yield)
 
 
 # The fixture ---------------------------------------------------------------------------------------------------------
@@ -168,6 +191,7 @@ def _open_verification(session: pytest.Session) -> Verification:
     from dsa_verify.errors import UsageError
 
     config, option = session.config, session.config.option
+    pytest_guard.begin_to_verify()
     try:
         device = settle_device(option.dsa_device)
     except UsageError as error:
@@ -186,6 +210,7 @@ def _open_verification(session: pytest.Session) -> Verification:
         seen.findings += [[_sentence(finding), finding.reproduce or ""] for finding in run.findings]
         seen.findings += [[use.sentence, _rerun(config)] for use in run.gone]
         seen.add_waived(rounds_by_waiver(run.counts.waivers.values()))
+        progress.current().results(seen.findings)
 
     def stop(reason: str) -> None:
         session.shouldfail = reason
@@ -284,6 +309,22 @@ def pytest_testnodedown(node: Any, error: object) -> None:
         seen.rounds += output["rounds"]
         seen.findings += output["findings"]
         seen.add_waived(output["waived"])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport, sched: Any) -> None:
+    """A worker of pytest-xdist died in test `crashitem`, which fails for it. What it ran is said where that is known."""
+    for case in pytest_guard.left_cases(report.node.config.option.dsa_findings):  # type: ignore[attr-defined]
+        report.longrepr = f"{report.longrepr}\na process ended while it ran this case: {case}"
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[pytest_guard.SESSION] = session
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    pytest_guard.hand_over(config)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

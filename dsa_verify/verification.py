@@ -15,6 +15,7 @@ from typing import Any, Final
 import pytest
 import torch
 
+from dsa_verify import progress
 from dsa_verify.errors import DeviceLost, OutOfMemory, UsageError
 from dsa_verify.findings import Finding
 from dsa_verify.graphs import open_backend
@@ -145,6 +146,7 @@ class Verification:
         session = self._session
         # Left relative where it can be, for short commands in the report; a test may have changed the directory.
         folder = self._folder if Path.cwd() == session.directory else session.directory / self._folder
+        progress.current().test(session.rerun())
         try:
             work(Runner(backend=self._backend, folder=folder, ledger=self._ledger))
         except UsageError as error:

@@ -54,7 +54,7 @@ class _Lasting:
 
     def fileno(self) -> int:
         """That of the standard stream, which a subject may do with as it likes."""
-        return self._public_fd
+        return self._public_fd if self._private else self._stream.fileno()
 
     def end(self) -> None:
         self.flush()
