@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,31 @@ STATUS_AS_EXPECTED, STATUS_SURPRISE, STATUS_UNHEALTHY = 0, 1, 3
 @click.command()
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option(
-    "--part", type=click.Choice(["all", *PARTS]), default="all", show_default=True, help="What the sample is drawn from."
+    "--part",
+    type=click.Choice(["all", *PARTS]),
+    default="all",
+    show_default=True,
+    help="What the sample is drawn from.",
 )
 @click.option("--sample", "count", type=click.IntRange(min=1), default=150, show_default=True, help="Mutants to draw.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the draw; 0 is the fixed sample.")
-@click.option("--only", multiple=True, metavar="PATTERN", help="All mutants of that name instead of a sample; * is any.")
-@click.option("--unknown", is_flag=True, help="Leave the known survivors of this device out.")
+@click.option(
+    "--only", multiple=True, metavar="PATTERN", help="All mutants of that name instead of a sample; * is any."
+)
+@click.option(
+    "--from",
+    "source",
+    type=click.Choice(["all", "known", "unknown"]),
+    default="all",
+    show_default=True,
+    help="Whether to draw from all mutants, from the known survivors of this device, or from all others.",
+)
+@click.option(
+    "--quick",
+    type=click.IntRange(1, 16),
+    metavar="N",
+    help="N configurations of each replay and no fuzz; more may be killed by all.",
+)
 @click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Trials at a time.")
 @click.option("--healthy/--no-healthy", default=True, show_default=True, help="First run the code as it is.")
 @click.option("--list", "listed", is_flag=True, help="Show the mutants and run nothing.")
@@ -43,7 +62,8 @@ def main(
     count: int,
     seed: int,
     only: tuple[str, ...],
-    unknown: bool,
+    source: str,
+    quick: int | None,
     jobs: int,
     healthy: bool,
     listed: bool,
@@ -53,44 +73,67 @@ def main(
 
     Status 0: what survives is what survivors.toml says. 1: it is not. 3: the code as it is does not pass.
     """
-    everything = [mutant for each in PARTS for mutant in catalogue(each)]
     table = survivors.read()
-    changes = {mutant.name: mutant.edit.change for mutant in everything}
-    drawn = [mutant for each in (PARTS if part == "all" else (part,)) for mutant in catalogue(each)]
-    if unknown:
-        drawn = [each for each in drawn if each.name not in table or device not in table[each.name].on]
-    if only:
-        drawn = [each for each in drawn if any(fnmatch.fnmatchcase(each.name, pattern) for pattern in only)]
-        if not drawn:
-            raise click.UsageError(f"--only: no mutant is called {' or '.join(only)}; see --list")
-    else:
-        drawn = sample(drawn, count, seed)
+    drawn = _drawn(device, part, count, seed, only, source, table)
     if listed:
-        for mutant in drawn:
-            click.echo(f"{mutant.name}  line {mutant.line}: {mutant.edit.change}  [{', '.join(map(str, mutant.doors(device)))}]")
-        click.echo(f"{len(drawn)} mutants; " + ", ".join(f"{n} {name}" for name, n in _operators(drawn).items()))
+        _list(drawn, device)
         return
     results: list[pool.Result] = []
     started = time.monotonic()
     with _kernels_of_this_run():
         if healthy and not _is_healthy(drawn, device, jobs):
             sys.exit(STATUS_UNHEALTHY)
-        for result in pool.run(_tasks(drawn, device), device, jobs):
+        tasks = [pool.Task(mutant=mutant, doors=mutant.doors(device)) for mutant in drawn]
+        for result in pool.run(tasks, device, jobs, quick=quick):
             results.append(result)
             _say(len(results), len(drawn), result, table)
-            if json_path is not None:
-                document = _document(results, table, device, part, seed, time.monotonic() - started)
-                json_path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    named = {outcome: [each.task.name for each in results if each.verdict.outcome == outcome] for outcome in _OUTCOMES}
-    wrong = survivors.stale(table, changes)
-    wrong += survivors.surprises(table, device, named[SURVIVED], named[KILLED], changes)
-    click.echo(_summary(results, table, time.monotonic() - started))
+            if json_path is not None:  # anew after each, for a run that is cut short
+                head = {"device": device, "part": part, "seed": seed, "wall_s": round(time.monotonic() - started, 1)}
+                text = json.dumps({**head, **_document(results, table)}, indent=2)
+                json_path.write_text(text + "\n", encoding="utf-8")
+    wrong = _wrong(results, table, device)
+    click.echo(f"{_summary(results, table)}; {time.monotonic() - started:.0f} s")
     for line in wrong:
         click.echo(line)
     sys.exit(STATUS_SURPRISE if wrong else STATUS_AS_EXPECTED)
 
 
-_OUTCOMES = (KILLED, SURVIVED)
+def _drawn(
+    device: str,
+    part: str,
+    count: int,
+    seed: int,
+    only: tuple[str, ...],
+    source: str,
+    table: dict[str, survivors.Survivor],
+) -> list[Mutant]:
+    mutants = [mutant for each in (PARTS if part == "all" else (part,)) for mutant in catalogue(each)]
+    known = {survivor.name for survivor in table.values() if device in survivor.on}
+    if source != "all":
+        mutants = [each for each in mutants if (each.name in known) == (source == "known")]
+    if not only:
+        return sample(mutants, count, seed)
+    mutants = [each for each in mutants if any(fnmatch.fnmatchcase(each.name, pattern) for pattern in only)]
+    if not mutants:
+        raise click.UsageError(f"--only: no mutant is called {' or '.join(only)}; see --list")
+    return mutants
+
+
+def _list(mutants: Sequence[Mutant], device: str) -> None:
+    for mutant in mutants:
+        by = ", ".join(map(str, mutant.doors(device)))
+        click.echo(f"{mutant.name}  line {mutant.line}: {mutant.edit.change}  [{by}]")
+    counts = Counter(mutant.edit.operator for mutant in mutants)
+    click.echo(f"{len(mutants)} mutants; " + ", ".join(f"{counts[name]} {name}" for name in OPERATORS))
+
+
+def _wrong(results: Sequence[pool.Result], table: dict[str, survivors.Survivor], device: str) -> list[str]:
+    """What the table says otherwise, a sentence each."""
+    changes = {mutant.name: mutant.edit.change for each in PARTS for mutant in catalogue(each)}
+    survived, killed = (
+        [result.task.name for result in results if result.verdict.outcome == outcome] for outcome in (SURVIVED, KILLED)
+    )
+    return survivors.stale(table, changes) + survivors.surprises(table, device, survived, killed, changes)
 
 
 class _kernels_of_this_run:
@@ -102,15 +145,6 @@ class _kernels_of_this_run:
 
     def __exit__(self, *error: object) -> None:
         self._folder.cleanup()
-
-
-def _operators(mutants: Sequence[Mutant]) -> dict[str, int]:
-    counts = Counter(mutant.edit.operator for mutant in mutants)
-    return {name: counts[name] for name in OPERATORS}
-
-
-def _tasks(mutants: Sequence[Mutant], device: str) -> Iterator[pool.Task]:
-    return (pool.Task(mutant=mutant, doors=mutant.doors(device)) for mutant in mutants)
 
 
 def _is_healthy(mutants: Sequence[Mutant], device: str, jobs: int) -> bool:
@@ -135,14 +169,7 @@ def _say(number: int, count: int, result: pool.Result, table: dict[str, survivor
     click.echo(f"{number}/{count} {told}{by}, {result.wall_s:.1f} s: {result.task.name}: {change}")
 
 
-def _document(
-    results: Sequence[pool.Result],
-    table: dict[str, survivors.Survivor],
-    device: str,
-    part: str,
-    seed: int,
-    wall_s: float,
-) -> dict[str, Any]:
+def _document(results: Sequence[pool.Result], table: dict[str, survivors.Survivor]) -> dict[str, Any]:
     mutants = [
         {
             "name": each.task.name,
@@ -155,8 +182,7 @@ def _document(
         for each in results
         if each.task.mutant is not None
     ]
-    head = {"device": device, "part": part, "seed": seed, "wall_s": round(wall_s, 1), **_counts(results, table)}
-    return {**head, "mutants": mutants}
+    return {**_counts(results, table), "mutants": mutants}
 
 
 def _counts(results: Sequence[pool.Result], table: dict[str, survivors.Survivor]) -> dict[str, Any]:
@@ -172,10 +198,8 @@ def _counts(results: Sequence[pool.Result], table: dict[str, survivors.Survivor]
     }
 
 
-def _summary(results: Sequence[pool.Result], table: dict[str, survivors.Survivor], wall_s: float) -> str:
-    counts = _counts(results, table)
-    told = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in counts.items())
-    return f"{told}; {wall_s:.0f} s"
+def _summary(results: Sequence[pool.Result], table: dict[str, survivors.Survivor]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in _counts(results, table).items())
 
 
 if __name__ == "__main__":

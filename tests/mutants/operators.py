@@ -297,7 +297,9 @@ class _Finder(ast.NodeVisitor):
             self._edit("mask", node, f"{self._of(node.func)}({', '.join(map(self._of, node.args))})")
         if "other" in given:
             others = [*map(self._of, node.args), f"mask={self._of(given['mask'])}"]
-            self._edit("mask", node, f"{self._of(node.func)}({', '.join(others)}, other=({self._of(given['other'])}) + 1)")
+            self._edit(
+                "mask", node, f"{self._of(node.func)}({', '.join(others)}, other=({self._of(given['other'])}) + 1)"
+            )
 
     def _where(self, node: ast.Call, name: str) -> None:
         if name == "where" and len(node.args) == 3:

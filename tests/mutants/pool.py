@@ -46,15 +46,20 @@ class _Running:
     heard: float
 
 
-def run(tasks: Iterable[Task], device: str, jobs: int, silence_s: float | None = None) -> Iterator[Result]:
-    """The results of `tasks`, as they come. What lacked memory beside others is tried again alone, at the end."""
-    lacking = []
-    for result in _run(tasks, device, jobs, silence_s or SILENCE_S[device]):
+def run(
+    tasks: Iterable[Task], device: str, jobs: int, *, quick: int | None = None, silence_s: float | None = None
+) -> Iterator[Result]:
+    """The results of `tasks`, as they come. What lacked memory beside others is tried again alone, at the end.
+
+    `quick`: as in trial.run. `silence_s`: instead of SILENCE_S.
+    """
+    lacking, silence_s = [], silence_s or SILENCE_S[device]
+    for result in _run(tasks, device, jobs, quick, silence_s):
         if result.verdict.outcome == NO_MEMORY and jobs > 1:
             lacking.append(result.task)
         else:
             yield _with_memory(result)
-    for result in _run(lacking, device, 1, silence_s or SILENCE_S[device]):
+    for result in _run(lacking, device, 1, quick, silence_s):
         yield _with_memory(result)
 
 
@@ -65,13 +70,13 @@ def _with_memory(result: Result) -> Result:
     return dataclasses.replace(result, verdict=dataclasses.replace(result.verdict, outcome=KILLED))
 
 
-def _run(tasks: Iterable[Task], device: str, jobs: int, silence_s: float) -> Iterator[Result]:
+def _run(tasks: Iterable[Task], device: str, jobs: int, quick: int | None, silence_s: float) -> Iterator[Result]:
     trial.prepare(device)
     left, running = iter(tasks), dict[Connection, _Running]()
     try:
         while True:
             while len(running) < jobs and (task := next(left, None)) is not None:
-                receive, each = _start(task, device)
+                receive, each = _start(task, device, quick)
                 running[receive] = each
             if not running:
                 return
@@ -90,11 +95,11 @@ def _run(tasks: Iterable[Task], device: str, jobs: int, silence_s: float) -> Ite
             each.process.join()
 
 
-def _start(task: Task, device: str) -> tuple[Connection, _Running]:
+def _start(task: Task, device: str, quick: int | None) -> tuple[Connection, _Running]:
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
     body: Callable[..., None] = trial.run
-    process = context.Process(target=body, args=(task.mutant, task.doors, device, send), daemon=True)
+    process = context.Process(target=body, args=(task.mutant, task.doors, device, quick, send), daemon=True)
     process.start()
     send.close()
     now = time.monotonic()

@@ -66,7 +66,5 @@ def surprises(
     """What a run on `device` saw that the table does not say, one sentence each; empty if nothing."""
     here = {name for name, survivor in table.items() if device in survivor.on}
     new = [f"{name}: survived, and is not in {TABLE.name}: {changes[name]}" for name in survived if name not in here]
-    gone = [
-        f"{name}: is killed now; take {device} out of its entry in {TABLE.name}" for name in killed if name in here
-    ]
+    gone = [f"{name}: is killed now; take {device} out of its entry in {TABLE.name}" for name in killed if name in here]
     return new + gone

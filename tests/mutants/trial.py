@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import importlib.abc
 import importlib.util
+import itertools
 import os
 import resource
 import sys
@@ -30,9 +31,9 @@ from tests.mutants.reach import ROOT, Door
 KILLED, SURVIVED, INVALID, NO_MEMORY = "killed", "survived", "invalid", "no memory"
 # An interpreted mutant that asks for more than this would take the machine with it.
 MEMORY_BYTES: Final = 12 << 30
-# The configurations of a matrix in another order: neighbours are alike, and the first kills soonest if it is unlike
-# the others. Any number that has no divisor in common with 16 will do.
-_STEP, _FIRST = 5, 6
+# The configurations of a matrix are run in another order, because neighbours are alike. Any step will do that has no
+# divisor in common with how many there are.
+_CONFIGS, _STEP, _FIRST = 16, 5, 6
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +54,7 @@ def is_equal(mutant: Mutant) -> bool:
 
 def _bare(code: CodeType) -> tuple[object, ...]:
     """What a code object does, without the places of its lines."""
-    constants = tuple(
-        _bare(each) if isinstance(each, CodeType) else (type(each), each) for each in code.co_consts
-    )
+    constants = tuple(_bare(each) if isinstance(each, CodeType) else (type(each), each) for each in code.co_consts)
     return code.co_code, constants, code.co_names, code.co_varnames
 
 
@@ -69,13 +68,14 @@ def prepare(device: str) -> None:
         importlib.import_module(name)
 
 
-def run(mutant: Mutant | None, doors: Sequence[Door], device: str, send: Connection) -> None:
-    """The whole life of a forked process. `mutant` None: the code as it is."""
+def run(mutant: Mutant | None, doors: Sequence[Door], device: str, quick: int | None, send: Connection) -> None:
+    """The whole life of a forked process. `mutant` None: the code as it is. `quick`: configurations of each door's
+    `replay`, and no `fuzz`; None: all."""
     verdict = Verdict(outcome=KILLED, how="the process of the trial ended early")
     with tempfile.TemporaryDirectory(prefix="dsa-verify-mutant-") as folder, _silenced():
         os.chdir(folder)
         try:
-            verdict = _tried(mutant, doors, device, Path(folder), lambda: send.send(None))
+            verdict = _tried(mutant, doors, device, quick, Path(folder), lambda: send.send(None))
         except BaseException as error:
             traceback.print_exc()
             verdict = dataclasses.replace(verdict, how=f"{type(error).__name__}: {error}")
@@ -94,7 +94,12 @@ def _silenced() -> Iterator[None]:
 
 
 def _tried(
-    mutant: Mutant | None, doors: Sequence[Door], device: str, folder: Path, beat: Callable[[], None]
+    mutant: Mutant | None,
+    doors: Sequence[Door],
+    device: str,
+    quick: int | None,
+    folder: Path,
+    beat: Callable[[], None],
 ) -> Verdict:
     if device == "cpu":
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -105,7 +110,7 @@ def _tried(
         path.write_text(mutant.source(), encoding="utf-8")
         assert mutant.module not in sys.modules, f"{mutant.module} was imported before its mutant"
         sys.meta_path.insert(0, _Instead(mutant.module, path))
-    verdict = _through(doors, device, folder, beat)
+    verdict = _through(doors, device, quick, folder, beat)
     if mutant is not None and mutant.module not in sys.modules and verdict.outcome == SURVIVED:
         raise AssertionError(f"{', '.join(map(str, doors))}: {mutant.module} was never imported")
     return verdict
@@ -124,10 +129,11 @@ class _Instead(importlib.abc.MetaPathFinder):
 # Through the doors ---------------------------------------------------------------------------------------------------
 
 
-def _through(doors: Sequence[Door], device: str, folder: Path, beat: Callable[[], None]) -> Verdict:
+def _through(doors: Sequence[Door], device: str, quick: int | None, folder: Path, beat: Callable[[], None]) -> Verdict:
     """`replay` of all doors, a configuration of each in turn, then `fuzz` of each."""
     settled = settle_device(device)
-    for by, step in (*_replays(doors, settled, beat), *_fuzzes(doors, settled, folder, beat)):
+    steps = _replays(doors, settled, quick or _CONFIGS, beat)
+    for by, step in steps if quick else itertools.chain(steps, _fuzzes(doors, settled, folder, beat)):
         try:
             status, how = step()
         except errors.OutOfMemory as lack:
@@ -147,7 +153,7 @@ def _through(doors: Sequence[Door], device: str, folder: Path, beat: Callable[[]
 Step = Callable[[], tuple[int, str]]
 
 
-def _replays(doors: Sequence[Door], device: Any, beat: Callable[[], None]) -> Iterator[tuple[str, Step]]:
+def _replays(doors: Sequence[Door], device: Any, configs: int, beat: Callable[[], None]) -> Iterator[tuple[str, Step]]:
     """What `dsa-verify replay --system S --subject X` runs, in another order."""
     from dsa_verify.graphs import open_backend
     from dsa_verify.matrix import diagnostic_matrix
@@ -161,22 +167,19 @@ def _replays(doors: Sequence[Door], device: Any, beat: Callable[[], None]) -> It
     def step(door: Door, place: int) -> tuple[int, str]:
         system = get_system(door.system)
         geometry, fixed = settled_geometry(system, door.subject, device.type, door.preset or None)
-        configs = diagnostic_matrix(system, geometry, fixed=fixed)
-        if place >= len(configs):
-            return errors.STATUS_EQUAL, ""
-        config = configs[(_FIRST + place * _STEP) % len(configs)]
+        matrix = diagnostic_matrix(system, geometry, fixed=fixed)
+        assert len(matrix) == _CONFIGS, f"{door}: {len(matrix)} configurations; make _CONFIGS what they are"
+        config = matrix[(_FIRST + place * _STEP) % len(matrix)]
         result = open_run(door.system, door.subject, backend, ledger)
         runner.matrix([config], door.subject, result)
         return status_of([result]), f"{config.name}: {' '.join(found.sentence for found in result.findings[:1])}"
 
-    for place in range(16):
+    for place in range(configs):
         for door in doors:
             yield f"replay {door}", lambda door=door, place=place: step(door, place)  # type: ignore[misc]
 
 
-def _fuzzes(
-    doors: Sequence[Door], device: Any, folder: Path, beat: Callable[[], None]
-) -> Iterator[tuple[str, Step]]:
+def _fuzzes(doors: Sequence[Door], device: Any, folder: Path, beat: Callable[[], None]) -> Iterator[tuple[str, Step]]:
     """What `dsa-verify fuzz --system S --subject X` runs, but that no case is made small."""
     from dsa_verify.report.terminal import Terminal
     from fuzz.command import Options
