@@ -251,7 +251,8 @@ class _Finder(ast.NodeVisitor):
         for each in node.args:
             self.visit(each)
         for keyword in node.keywords:
-            if keyword.arg not in ("axis", "dim"):  # another axis is another shape
+            # Another axis is another shape; `other` of a load is one more already.
+            if keyword.arg not in ("axis", "dim", "other"):
                 self.visit(keyword.value)
 
     def _strides(self, node: ast.AST, text: str, known: list[str]) -> None:
@@ -274,7 +275,8 @@ class _Finder(ast.NodeVisitor):
         self._edit("clamp", node, f"({first})")
         self._edit("clamp", node, f"({second})")
         self._edit("clamp", node, f"{caller}{_EXTREMES[name]}({first}, {second})")
-        self._edit("clamp", node, f"{caller}{name}({first}, ({second}) + 1)")
+        if not isinstance(node.args[1], ast.Constant):  # whose turn is another
+            self._edit("clamp", node, f"{caller}{name}({first}, ({second}) + 1)")
 
     def _clamp(self, node: ast.Call, name: str) -> None:
         if name not in _CLAMPS:
@@ -282,7 +284,8 @@ class _Finder(ast.NodeVisitor):
         assert isinstance(node.func, ast.Attribute)
         limits = [keyword for keyword in node.keywords if keyword.arg in _EXTREMES]
         for keyword in limits:
-            self._edit("clamp", keyword.value, f"({self._of(keyword.value)}) + 1")
+            if not isinstance(keyword.value, ast.Constant):
+                self._edit("clamp", keyword.value, f"({self._of(keyword.value)}) + 1")
             if len(limits) == 1:
                 assert keyword.arg is not None
                 self._edit("clamp", keyword, f"{_EXTREMES[keyword.arg]}={self._of(keyword.value)}")

@@ -202,7 +202,8 @@ def _fuzzes(doors: Sequence[Door], device: Any, folder: Path, beat: Callable[[],
         words = ["--system", door.system, "--subject", door.subject, "--shrink-seconds", "0"]
         words += ["--preset", door.preset] if door.preset else []
         options = cli.fuzz.make_context("fuzz", [*words, "--findings", str(folder / "findings")]).params
-        del options["device"]
+        names = {field.name for field in dataclasses.fields(Options)}
+        options = {name: value for name, value in options.items() if name in names}
         return fuzz(Options(**options), device), " ".join(said[:1])
 
     for door in doors:
