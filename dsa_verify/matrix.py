@@ -26,9 +26,19 @@ from dsa_verify.schedules import VARIANTS, Placement
 from dsa_verify.systems import OWN_TABLES, System
 from dsa_verify.topk_plan_rules import PLAN_RULES
 
+# Of the published 272-replay diagnostic: what a run has that says only one of them.
 BATCHES: Final = (1, 4, 16, 48)
 DRAFTS: Final = (2, 4, 6, 8)
-DECODE_BATCHES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48)
+# Otherwise so that batches lie across the groups of 64 and blocks of 128 requests that kernels take at once, and rows,
+# with those of the second bucket, on the multiples of 32 up to 128 and beside them. 1,032 rows are more than the 1,024
+# that a schedule is counted in, and have the indexer (indexer_turns.py).
+DECODE_BATCHES: Final = (1, 2, 4, 16, 33, 48, 63, 64, 65, 95, 96, 97, 127, 128, 129, 160)
+DRAFT_SHAPES: Final = (
+    *((1, 2), (11, 3), (1, 6), (13, 5)),
+    *((21, 3), (19, 5), (43, 3), (129, 8)),
+    *((65, 2), (16, 4), (16, 6), (16, 8)),
+    *((48, 2), (48, 4), (48, 6), (4, 8)),
+)
 SCRIPTED_ROUNDS: Final = 17
 PADDED_BUCKETS: Final = (48, 14)
 DCP_SIZES: Final = (1, 2, 3, 4, 8)
@@ -37,6 +47,7 @@ REMAPS_PER_ROUND: Final = 4
 LONG_LENGTH: Final = 100_001  # the length the published 272-replay diagnostic goes up to
 
 EMPTY_SYSTEMS: Final = ("decode", "draft_extend", "mtp")  # with a row of length 0 where a request has that length
+RAGGED_ROWS: Final = 512  # the most of ragged_verify, whose second graph has a request slot for each
 _UNDEFINED_ROWS: Final = 32  # a schedule over so many rows, or a multiple, must not be of lengths 0 alone
 _RAGGED: Final = (1, 7, 13)  # rounds of full batches
 _NONE_EXTENDS: Final = 10
@@ -96,8 +107,8 @@ def diagnostic_matrix(
     drafts: Sequence[int] | None = None,
     fixed: frozenset[str] = frozenset(),
 ) -> list[Config]:
-    """Batches x draft lengths (without drafts: batches alone; padded: modes x draft lengths, with all batches
-    captured). `rounds`: of each configuration, all scripted ones by default.
+    """DRAFT_SHAPES, or batches x draft lengths where either is given (without drafts: batches alone; padded: modes x
+    draft lengths, with all batches captured). `rounds`: of each configuration, all scripted ones by default.
 
     Dtype and view of the inputs turn over the configurations, so that offset, strided and int32 inputs are part of
     every matrix, unless they are among the `fixed` fields of `geometry`. In every fourth, page tables are narrower than
@@ -151,8 +162,11 @@ def _shapes(
         return [(buckets, {"padded_mode": mode, "draft_tokens": draft}) for mode in modes for draft in drafts or DRAFTS]
     if not system.drafts:
         return [((batch, companion(batch)), {"draft_tokens": 1}) for batch in batches or DECODE_BATCHES]
-    pairs = [(batch, draft) for batch in batches or BATCHES for draft in drafts or DRAFTS]
+    chosen = batches or drafts
+    pairs = [(b, n) for b in batches or BATCHES for n in drafts or DRAFTS] if chosen else DRAFT_SHAPES
     if system.name == "ragged_verify":
+        if not chosen:
+            pairs = [(batch, min(n, RAGGED_ROWS // batch)) for batch, n in pairs]
         # As many token rows in both graphs, so that only the request slots tell them apart (contract 9).
         for batch, n in pairs:
             if batch * n > MAX_BATCH:

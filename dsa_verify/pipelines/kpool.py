@@ -20,7 +20,7 @@ from dsa_verify.subject import Inputs
 REQUEST_LANES: Final = 32
 PAGE_BLOCK: Final = 512
 # The interpreter pays by the operation, not by the element: there one program takes many requests at once.
-INTERPRETED_LANES: Final = 1024
+INTERPRETED_LANES: Final = 64
 INTERPRETED_GROUP: Final = 64
 
 _MODES: Final = {"decode": DECODE, "target_verify": VERIFY, "draft_extend": EXTEND}

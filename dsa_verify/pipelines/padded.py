@@ -17,7 +17,7 @@ COLUMN_BLOCK: Final = 512
 # Programs to aim for: about four a multiprocessor of a large GPU, so that a few wide rows are spread over several.
 PROGRAMS: Final = 528
 # The interpreter pays by the operation, not by the element: there one program takes many rows at once.
-INTERPRETED_GROUP: Final = 512
+INTERPRETED_GROUP: Final = 256
 
 _MODES: Final = {"decode": DECODE, "verify": VERIFY, "draft_block": BLOCK, "draft_extend": EXTEND}
 

@@ -159,6 +159,44 @@ def test_our_other_pipelines_are_right_on_architecture_100(name: str, subject: s
     assert verify(config, subject) == []
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_default_batches_lie_across_what_kernels_take_at_once(device: str):
+    """Groups of 64 requests (interpreted: tables, pools), blocks of 128 (lengths), 1,024 rows (schedules), 256 rows
+    (interpreted: padded), 512 (plans), and rows on multiples of 32 and beside them."""
+    for name, system in SYSTEMS.items():
+        configs = default_matrix(name, device=device)
+        rows = {c.system.layout(c.geometry, bucket).tokens for c in configs for bucket in c.buckets}
+        if name == "padded":
+            assert min(rows) < 256 < max(rows)
+            continue
+        batches = {c.buckets[0] for c in configs}
+        assert batches > {1, 4, 16, 48, 65, 129}
+        if not system.drafts:
+            assert {32 * k + step for k in (1, 2, 3, 4) for step in (-1, 0, 1)} <= rows
+        assert {32, 33, 63, 64, 65, 95, 96, 128, 129} <= rows
+        assert {c.buckets[0] > 64 for c in with_indexer(configs)} == ({False, True} if name != "dcp" else set())
+        if name in ("target_verify", "draft_extend"):
+            unpaired = [c for c in with_indexer(configs) if c.geometry.architecture == 90]
+            assert max(c.system.layout(c.geometry, c.buckets[0]).tokens for c in unpaired) > 1024
+            assert any(c.geometry.pool_size > 1 and c.buckets[0] == 65 for c in configs)
+
+
+class OneGroup(Decode):
+    """Takes the first 64 requests for all: tables of the others keep what they held."""
+
+    def in_graph(self) -> None:
+        tables = [self._buffers[name][64:] for name in ("page_table_1", "real_page_table")]
+        kept = [table.clone() for table in tables]
+        super().in_graph()
+        for table, old in zip(tables, kept, strict=True):
+            table.copy_(old)
+
+
+def test_a_kernel_that_takes_one_group_is_found():
+    found = {c.buckets[0]: bool(verify(c, OneGroup)) for c in default_matrix("decode", OneGroup) if 63 <= c.buckets[0] < 66}
+    assert found == {63: False, 64: False, 65: True}
+
+
 PAIRS = {"context": 803, "architecture": 100, "schedule": "V4c", "multiprocessors": 5}
 
 
