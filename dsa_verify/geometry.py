@@ -50,8 +50,8 @@ class Geometry:
     `wide_table`: whether `page_table_1` exists (contract 1.5).
     `draft_steps`: n speculative steps, of mtp alone; its n - 1 draft backends are the destinations (contract 2).
     `indexer`: whether the indexer's metadata (schedule, top-k plan; with pooling its views and write plan) is part of
-    the layout. Then `multiprocessors` is S, `schedule` a variant of contract 3.2 (V4c is for lengths of N columns, which only
-    `architecture` 100 lays out so, though it is built on 90), `plan_rules` a table of contract 5.
+    the layout. Then `multiprocessors` is S, `schedule` a variant of contract 3.2, `plan_rules` a table of contract 5.
+    (V4c is told from others by lengths of N columns, which `architecture` 100 alone lays out, though 90 builds it.)
     `padded_mode`, `window`, `sparse_ratio`, `dense_ratio`, `low_ratios`, `replay_floor`, `index_align`: of padded
     alone (contract 7): the kind of step, the sliding window, tokens of one compressed entry, whether ratios 1 and 2
     exist too, the first position that a replay may read, and what widths are rounded up to.

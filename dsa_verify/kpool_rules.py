@@ -21,7 +21,7 @@ Mode = Literal["decode", "target_verify", "draft_extend"]
 POOLED_PAGE_SIZE: Final = 64
 GROUP_TOPK: Final = (128, 160, 192, 224, 256, 512, 2048)
 MAX_TOPK: Final = 2048
-SCALED_DOWN_PRESETS: Final = ("tiny", "tiny_pool")
+SCALED_DOWN_PRESETS: Final = ("tiny", "tiny_indexer", "tiny_pool")
 
 
 def rows_per_request(mode: Mode, geometry: Geometry) -> int:

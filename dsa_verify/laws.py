@@ -410,7 +410,9 @@ def _say_existing(law: ScheduleLaw, head: _Head, fact: _Fact) -> LawBreak:
 
 def _say_sentinel(law: ScheduleLaw, head: _Head, fact: _Fact) -> LawBreak:
     last = law.slots
-    sentence = f"the last row, {last}, is {fact.tile}; the sentinel is {(law.end, 0)}: {law.slot} {last - 1} ends elsewhere"
+    sentence = (
+        f"the last row, {last}, is {fact.tile}; the sentinel is {(law.end, 0)}: {law.slot} {last - 1} ends elsewhere"
+    )
     return LawBreak(law=Law.SENTINEL, sentence=sentence, sm=last - 1, tile=fact.tile, count=fact.count)
 
 
@@ -424,7 +426,10 @@ def _say_cover(law: ScheduleLaw, head: _Head, fact: _Fact) -> LawBreak:
         sentence = f"{law._name(*tile)} is missing: {law.slot} {sm}, the last, ends before it"
     else:
         fault = Fault.DOUBLED
-        sentence = f"{law._name(*tile)} is doubled: {law.slot} {sm} starts there, and an {law.slot} before it has done it already"
+        sentence = (
+            f"{law._name(*tile)} is doubled: {law.slot} {sm} starts there, and an {law.slot} before it has done it "
+            "already"
+        )
     return LawBreak(law=Law.COVER, sentence=sentence, sm=sm, tile=tile, fault=fault, count=fact.count)
 
 
@@ -433,8 +438,8 @@ def _say_balance(law: ScheduleLaw, head: _Head, fact: _Fact) -> LawBreak:
     if head.least == head.most:
         limit = f"exactly {head.most}"
     sentence = (
-        f"{law.slot} {fact.where} gets {fact.next_position - fact.position} {law._work} from {law._name(*fact.tile)} on; "
-        f"{head.total} over {law.slots} {law.slot}s make {limit}"
+        f"{law.slot} {fact.where} gets {fact.next_position - fact.position} {law._work} from {law._name(*fact.tile)} "
+        f"on; {head.total} over {law.slots} {law.slot}s make {limit}"
     )
     return LawBreak(law=Law.BALANCE, sentence=sentence, sm=fact.where, tile=fact.tile, count=fact.count)
 
@@ -447,10 +452,12 @@ def _say_placement(law: ScheduleLaw, head: _Head, fact: _Fact) -> LawBreak:
         rule = f"{total} tile(s) for {count} {law.slot}s go one each to the {end} {total}, and the others are empty"
     else:
         which = Law.PLACEMENT
-        rule = f"{total} {law._work} leave a remainder of {total % count} for the {placement.value} {law.slot}s, one each"
+        rule = (
+            f"{total} {law._work} leave a remainder of {total % count} for the {placement.value} {law.slot}s, one each"
+        )
     sentence = (
-        f"{law.slot} {fact.where} starts at {law._name(*fact.tile)}, after {fact.position} {law._work}; it should start at "
-        f"{law._name(*fact.cut_tile)}, after {fact.cut}: by {law.variant.name}, {rule}"
+        f"{law.slot} {fact.where} starts at {law._name(*fact.tile)}, after {fact.position} {law._work}; it should "
+        f"start at {law._name(*fact.cut_tile)}, after {fact.cut}: by {law.variant.name}, {rule}"
     )
     if head.fits_other:
         sentence += f"; every row is right for a {other.value} remainder instead"

@@ -49,8 +49,9 @@ class ScheduleVariant:
     N >= 3 makes pairs and one single, ceil(N / 2) atoms, or N atoms. `cost_block`: 0 if a tile of an n-token run
     costs n, else b in the cost `2 * b * ceil(n / b) + n`. `paired_at`: N at which two SMs work as one. `sentinel`: how
     the last row gets its value, which is always (row count times `units_per_request`, 0). `undefined_when_empty`:
-    whether the shipped builder names another row than the sentinel where there is no tile at all. `upstream`, `wheels`: the DeepGEMM commit, and the `sgl-deep-gemm`
-    releases, that have it on `architectures`. `disassembled`: no source was seen, the facts are from machine code.
+    whether the shipped builder names another row than the sentinel where there is no tile at all. `upstream`, `wheels`:
+    the DeepGEMM commit, and the `sgl-deep-gemm` releases, that have it on `architectures`. `disassembled`: no source
+    was seen, the facts are from machine code.
     """
 
     name: str

@@ -57,7 +57,10 @@ def fields(
     `columns`: those of `paged_mqa_ctx_lens_2d`."""
     if not geometry.indexer:
         return []
-    found = [_schedule("paged_mqa_schedule_metadata", geometry, "3", columns), *_plan("topk_v2_plan", geometry, tokens, "5")]
+    found = [
+        _schedule("paged_mqa_schedule_metadata", geometry, "3", columns),
+        *_plan("topk_v2_plan", geometry, tokens, "5"),
+    ]
     if geometry.pool_size == 1:
         return found
     if system == "decode":

@@ -50,7 +50,8 @@ def test_a_quarter_of_a_default_run_has_the_indexer(name: str, device: str):
     assert {config.geometry.architecture for config in turned} == {90, 100}
     for config in turned:
         assert config.geometry.architecture in VARIANTS[config.geometry.schedule].architectures
-        assert config.name.endswith(config.note) and config.note.startswith(config.geometry.preset)
+        assert config.name.endswith(config.note)
+        assert config.note.startswith(config.geometry.preset)
         assert ("architecture 100" in config.note) is (config.geometry.architecture == 100)
     assert {VARIANTS[config.geometry.schedule].unit for config in turned} == {Unit.ATOM, Unit.TOKEN_RUN}
 
@@ -97,7 +98,7 @@ def test_what_is_asked_for_does_not_turn():
 
 def test_settings_that_allow_no_pools_or_no_indexer_are_kept():
     no_pools = with_indexer(default_matrix("decode", settings={"wide_table": False}))
-    assert len(no_pools) == 4 and {config.geometry.pool_size for config in no_pools} == {1}
+    assert [config.geometry.pool_size for config in no_pools] == [1] * 4
     assert not with_indexer(default_matrix("ragged_verify", settings={"pool_size": 4}))
 
 
@@ -193,8 +194,8 @@ class OneGroup(Decode):
 
 
 def test_a_kernel_that_takes_one_group_is_found():
-    found = {c.buckets[0]: bool(verify(c, OneGroup)) for c in default_matrix("decode", OneGroup) if 63 <= c.buckets[0] < 66}
-    assert found == {63: False, 64: False, 65: True}
+    near = [config for config in default_matrix("decode", OneGroup) if 63 <= config.buckets[0] <= 65]
+    assert [bool(verify(config, OneGroup)) for config in near] == [False, False, True]
 
 
 PAIRS = {"context": 803, "architecture": 100, "schedule": "V4c", "multiprocessors": 5}

@@ -24,7 +24,15 @@ from dsa_verify.errors import STATUS_NOTHING_VERIFIED, STATUS_USAGE, NothingVeri
 from dsa_verify.runs import Run, Runner, open_run
 from dsa_verify.scenario import Scenario
 from dsa_verify.subject import load_attribute
-from dsa_verify.systems import OF_THE_SUBJECT, OWN_TABLES, SYSTEMS, get_system, settled_geometry, subject_factory, systems_to_run
+from dsa_verify.systems import (
+    OF_THE_SUBJECT,
+    OWN_TABLES,
+    SYSTEMS,
+    get_system,
+    settled_geometry,
+    subject_factory,
+    systems_to_run,
+)
 from fuzz.campaign import main as campaign
 from fuzz.plan import Plan
 

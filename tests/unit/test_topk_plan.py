@@ -110,9 +110,10 @@ def test_what_fills_the_table_up_is_passed_by_the_walk(
     assert all(len(rules.thresholds) & (len(rules.thresholds) - 1) for rules in ALL_RULES)
     for rules in (H200, TINY_LOW):
         Bench(rules, 200).run([length] * 200)
-        with monkeypatch.context() as patch, pytest.raises(AssertionError):
+        with monkeypatch.context() as patch:
             patch.setattr(topk_plan, "UNUSED", filler)
-            Bench(rules, 200).run([length] * 200)
+            with pytest.raises(AssertionError):
+                Bench(rules, 200).run([length] * 200)
 
 
 def test_the_walk_stops_at_the_first_threshold_that_is_over_its_cap():
