@@ -11,10 +11,11 @@ from dsa_verify.edges import EdgeKind, edges
 from dsa_verify.findings import Finding
 from dsa_verify.geometry import Geometry
 from dsa_verify.graphs import open_backend
+from dsa_verify.indexer_turns import SYSTEMS_WITH_INDEXER
 from dsa_verify.job import Job
 from dsa_verify.matrix import diagnostic_matrix, shortest_seq_len
 from dsa_verify.scenario import Round
-from dsa_verify.systems import SYSTEMS
+from dsa_verify.systems import SYSTEMS, settled_geometry
 from dsa_verify.verify import Counts, verify_rounds
 
 pytestmark = [
@@ -59,6 +60,16 @@ def run_matrix(system: str, preset: str, rounds: int, batches: list[int], drafts
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_reduced_matrix_at_the_size_of_a_model(system: str, preset: str):
     run_matrix(system, preset, rounds=17, batches=[1, 5, 48], drafts=[2, 6])
+
+
+@pytest.mark.parametrize("system", SYSTEMS_WITH_INDEXER)
+def test_default_configurations_that_have_the_indexer_or_cross_a_block(system: str):
+    """Both architectures, pools, schedules over more than 1,024 rows, batches beyond 128 requests."""
+    geometry, fixed = settled_geometry(SYSTEMS[system], None, "cuda")
+    for config in diagnostic_matrix(SYSTEMS[system], geometry, fixed=fixed):
+        if config.geometry.indexer or max(config.buckets) > 128:
+            counts, job = Counts(), job_of(system, config.geometry, config.buckets)
+            expect_clean(verify_rounds(job, config.chunks(), counts, folder=None), counts, config.rounds)
 
 
 @pytest.mark.parametrize("system", OTHERS)
