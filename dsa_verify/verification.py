@@ -28,6 +28,8 @@ from dsa_verify.waivers import NO_WAIVERS, Ledger, beyond, rounds_by_waiver
 # A small part of the matrix: a test of one's own pipeline should end within seconds.
 TEST_BATCHES: Final = (1, 4)
 TEST_DRAFTS: Final = (2, 4)
+# Of the inputs: each is part of every verification, however few configurations it has.
+HARD_FORMS: Final[dict[str, str]] = {"input_view": "strided", "index_dtype": "int32"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +84,9 @@ class Verification:
 
         `subject`: a class or function that returns a new Subject, the name of an installed one, or
         "module:attribute"; the shipped one by default. `batches` x `drafts` (none in decode) are the captured
-        configurations, TEST_BATCHES x TEST_DRAFTS by default; each replays `rounds` rounds. `geometry` overrides
-        fields of the preset. Raises pytest.UsageError for arguments that are wrong or have no effect.
+        configurations, TEST_BATCHES x TEST_DRAFTS by default; each replays `rounds` rounds. Strided inputs and int32
+        ones are always part of them: of a single one there is a second, which has both. `geometry` overrides fields of
+        the preset. Raises pytest.UsageError for arguments that are wrong or have no effect.
         """
         __tracebackhide__ = True
         try:
@@ -125,7 +128,7 @@ class Verification:
             raise UsageError(f"rounds: {rounds!r} must be an integer of 1 or more, or nothing is verified")
         preset = self.preset if preset is None else preset
         settled, fixed = settled_geometry(known, subject, self.device.type, preset, geometry)
-        return diagnostic_matrix(
+        configs = diagnostic_matrix(
             known,
             settled,
             rounds=rounds or self.rounds,
@@ -134,6 +137,7 @@ class Verification:
             drafts=drafts or TEST_DRAFTS,
             fixed=fixed,
         )
+        return with_hard_forms(configs, fixed)
 
     def _open(self, system: str, subject: Subject) -> Run:
         if not (subject is None or isinstance(subject, str) or callable(subject)):
@@ -167,6 +171,16 @@ class Verification:
         if run.findings or run.gone or not run.counts.rounds_checked:
             pytest.fail(failure_text(run), pytrace=False)
         return run
+
+
+def with_hard_forms(configs: Sequence[Config], fixed: frozenset[str]) -> list[Config]:
+    """`configs`, so few of which may not go through all forms of the inputs that a stride or a dtype which is ignored
+    stays unseen: then the last of them, or a second one, has HARD_FORMS, but for those that are `fixed`."""
+    forms = {name: form for name, form in HARD_FORMS.items() if name not in fixed}
+    if all(any(getattr(config.geometry, name) == form for config in configs) for name, form in forms.items()):
+        return list(configs)
+    last = configs[-1]
+    return [*(configs[:-1] or configs), dataclasses.replace(last, geometry=last.geometry.replace(**forms))]
 
 
 def _check_numbers(name: str, value: object) -> None:

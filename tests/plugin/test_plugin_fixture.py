@@ -14,7 +14,7 @@ from dsa_verify.verification import TEST_BATCHES, TEST_DRAFTS
 
 WRONG = "def test(dsa): dsa.verify('decode', Wrong, batches=(1,), rounds=2)\n"
 OUTPUT = """\
-decode, subject test_mine:Wrong, on DEVICE: 1 finding(s) in 2 round(s) checked
+decode, subject test_mine:Wrong, on DEVICE: 1 finding(s) in 2 round(s) checked; the configurations after it were not run
 
 never written: dsa_cache_seqlens_int32[0] (batch row 0, request R, length 1) is -1633771874, must be 1: \
 it still holds the poison, so it was never written in this replay
@@ -48,6 +48,57 @@ def test_the_shipped_subject_in_the_default_configurations(session) -> None:
     result = session("def test(dsa): dsa.verify('target_verify', rounds=1)")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines([f"{len(TEST_BATCHES) * len(TEST_DRAFTS)} round(s) checked, 0 finding(s)"])
+
+
+@pytest.mark.parametrize("batches, found", [("(4,)", True), ("(1, 4)", True), ("(4,), input_view='plain'", False)])
+def test_a_stride_that_is_ignored_is_found_in_one_batch(session, batches: str, found: bool) -> None:
+    """A single configuration would have plain inputs of 64 bits alone."""
+    result = session(f"""
+import dataclasses
+
+class Dense:
+    name = "dense"
+
+    def allocate(self, geometry, inputs, buffers):
+        lens = inputs.seq_lens
+        dense = lens.as_strided(lens.shape, (1,), lens.storage_offset())
+        self.inner = Right()
+        self.inner.allocate(geometry, dataclasses.replace(inputs, seq_lens=dense), buffers)
+
+    def before_replay(self): pass
+
+    def in_graph(self): self.inner.in_graph()
+
+def test(dsa):
+    dsa.verify("decode", Dense, batches={batches}, rounds=1)
+""")
+    result.assert_outcomes(passed=not found, failed=found)
+
+
+@pytest.mark.parametrize(
+    "arguments, forms",
+    [
+        ("batches=(4,)", "plain int64, strided int32"),
+        ("batches=(1, 4)", "plain int64, strided int32"),
+        ("batches=(1, 2, 4)", "plain int64, offset int32, strided int64"),
+        ("batches=(4,), input_view='offset'", "offset int64, offset int32"),
+        ("batches=(4,), input_view='offset', index_dtype='int64'", "offset int64"),
+    ],
+)
+def test_strided_and_short_inputs_are_part_of_it(session, arguments: str, forms: str) -> None:
+    result = session(f"""
+from unittest import mock
+from dsa_verify.runs import Runner
+
+def test(dsa):
+    configs = []
+    with mock.patch.object(Runner, "matrix", lambda self, given, *rest: configs.extend(given)):
+        with pytest.raises(pytest.fail.Exception):  # nothing was verified
+            dsa.verify("decode", {arguments})
+    of_inputs = [config.geometry for config in configs]
+    assert ", ".join(f"{{each.input_view}} {{each.index_dtype}}" for each in of_inputs) == "{forms}"
+""")
+    result.assert_outcomes(passed=1)
 
 
 def test_the_text_of_a_failure(session) -> None:

@@ -20,7 +20,7 @@ def section(result: pytest.RunResult) -> list[str]:
 
 def test_lines_after_a_finding(session) -> None:
     count, sentence, reproduce, last = section(session(BOTH))
-    assert count == "5 round(s) checked, 1 finding(s)"
+    assert count == "8 round(s) checked, 1 finding(s)"
     assert sentence.startswith("never written: dsa_cache_seqlens_int32[0] ")
     assert reproduce.startswith("  reproduce: PYTHONPATH=. dsa-verify replay dsa-findings/")
     assert last == reproduce.replace("  reproduce", "next")
@@ -28,7 +28,7 @@ def test_lines_after_a_finding(session) -> None:
 
 def test_lines_without_a_finding(session) -> None:
     assert section(session(BOTH, "-k", "right")) == [
-        "3 round(s) checked, 0 finding(s)",
+        "6 round(s) checked, 0 finding(s)",
         "next: pytest --dsa-rounds=1000  (the same configurations for longer)",
     ]
 

@@ -26,7 +26,7 @@ def test_a_worker_reports_rounds_and_findings(session) -> None:
     result.assert_outcomes(passed=1, failed=1)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
-        ["5 round(s) checked, 1 finding(s)", "never written: *", "next: PYTHONPATH=. dsa-verify replay *"]
+        ["8 round(s) checked, 1 finding(s)", "never written: *", "next: PYTHONPATH=. dsa-verify replay *"]
     )
 
 
