@@ -167,7 +167,7 @@ _timeout_option = click.option(
     "--edges",
     is_flag=True,
     help="Beside the matrix: tables with a gap behind each row, 16,384 requests, a million tokens, request rows 2**31 "
-    "elements apart, tables of more than 2**31 elements, 32 empty requests.",
+    "elements apart, tables of more than 2**31 elements, 32 empty requests; of dcp pools of more than 2**31 words.",
 )
 @click.option("--keep-going", is_flag=True, help="Go on to the next configuration after a finding.")
 @click.option("--junit", "junit_path", type=_FILE, help="Write JUnit XML there.")

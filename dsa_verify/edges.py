@@ -14,12 +14,14 @@ import numpy as np
 import torch
 
 from dsa_verify.contract import DTYPE_BYTES
+from dsa_verify.dcp_rules import local_rows
 from dsa_verify.geometry import FAR, MAX_BATCH, MAX_CONTEXT_TOKENS, Geometry
 from dsa_verify.input_memory import FAR_ELEMENTS
 from dsa_verify.layouts.mtp import destinations
 from dsa_verify.matrix import SCRIPTED_ROUNDS, Config, boundaries, shortest_seq_len, undefined_when_empty
 from dsa_verify.rounds import rows_per_request
 from dsa_verify.scenario import POISONS, Round, drawn_lens
+from dsa_verify.static_inputs import KV_WORDS
 from dsa_verify.systems import System
 
 ROUNDS: Final = 3  # each with another poison; where they are cheap, all that are scripted
@@ -35,6 +37,8 @@ WIDE_ELEMENTS: Final = 1 << 31
 WIDE_DRAFT: Final = 4
 # Of padded, whose widest table has a column for each 128 tokens: the longest context, and as many rows as that leaves.
 WIDE_PADDED: Final[dict[str, object]] = {"padded_mode": "verify", "draft_tokens": 16, "context": MAX_CONTEXT_TOKENS}
+POOL_WORDS: Final = 1 << 31
+POOL_BATCH, POOL_RANKS = 8, 2
 MILLION: Final = 1 << 20
 # Enough to tell requests apart; a row of a million tokens for each request would need more slots than int32 holds.
 MILLION_REQUEST_ROWS: Final = 17
@@ -56,6 +60,7 @@ class EdgeKind(enum.Enum):
     LONG = "requests of a million tokens"
     FAR = "request rows up to 2**31 elements apart"
     WIDE = "tables of more than 2**31 elements"
+    POOLS = "pools of more than 2**31 words a rank"
     EMPTY = "every length 0"  # a known defect may end the process here, so that nothing can run after it
 
 
@@ -67,7 +72,7 @@ _SHAPES: Final[tuple[tuple[EdgeKind, int, int, dict[str, object]], ...]] = (
 )
 
 
-_TABLES: Final = frozenset(EdgeKind)
+_TABLES: Final = frozenset(EdgeKind) - {EdgeKind.POOLS}
 # By system, the edges that it has: a gap behind rows is a matter of the page tables that are copied (contract 2.2).
 _KINDS: Final[dict[str, frozenset[EdgeKind]]] = {
     "decode": _TABLES,
@@ -76,7 +81,7 @@ _KINDS: Final[dict[str, frozenset[EdgeKind]]] = {
     "mtp": _TABLES,
     "ragged_verify": _TABLES - {EdgeKind.GAP},
     "padded": _TABLES - {EdgeKind.GAP, EdgeKind.EMPTY},
-    "dcp": _TABLES - {EdgeKind.GAP, EdgeKind.WIDE, EdgeKind.EMPTY},
+    "dcp": frozenset({EdgeKind.BATCH, EdgeKind.LONG, EdgeKind.FAR, EdgeKind.POOLS}),
 }
 _RANKS: Final = {EdgeKind.BATCH: 4, EdgeKind.LONG: 8, EdgeKind.FAR: 2}  # of dcp
 
@@ -102,6 +107,8 @@ def edges(system: System, geometry: Geometry, *, seed: int, fixed: frozenset[str
             found.append(_edge(kind, system, geometry.replace(**settings), batch, seed))
     if EdgeKind.WIDE in _KINDS[system.name]:
         found += _widest(system, geometry, seed, fixed)
+    if EdgeKind.POOLS in _KINDS[system.name]:
+        found += _pools(system, geometry, seed, fixed)
     if EdgeKind.EMPTY in _KINDS[system.name]:
         found += _empty(system, geometry, WIDE_DRAFT if system.drafts else 1, seed, fixed)
     return found
@@ -125,6 +132,20 @@ def _empty(system: System, geometry: Geometry, draft: int, seed: int, fixed: fro
         script=(only,),
     )
     return [Edge(kind=EdgeKind.EMPTY, config=config)]
+
+
+def _pools(system: System, geometry: Geometry, seed: int, fixed: frozenset[str]) -> list[Edge]:
+    """Every slot of a request lies in a row of its rank's pool that begins at word 2**31 or behind it, or byte 2**33;
+    short requests, as each page that they may have is part of the pools."""
+    beyond = POOL_WORDS // KV_WORDS // geometry.page_size
+    changes = _OWN_WIDTHS | {"context": BATCH_CONTEXT, "request_rows": POOL_BATCH + 1}
+    changes |= {"dcp_size": POOL_RANKS, "first_page": beyond}
+    if fixed & changes.keys():
+        return []
+    edge = _edge(EdgeKind.POOLS, system, geometry.replace(**changes), POOL_BATCH, seed)
+    settled = edge.config.geometry
+    pool = local_rows(settled.slots, settled.dcp_size, settled.dcp_block) * KV_WORDS * 4
+    return [dataclasses.replace(edge, device_bytes=(2 * 2 * POOL_RANKS + _WORKING_TABLES) * pool)]
 
 
 def _draft_steps(system: System, fixed: frozenset[str]) -> list[dict[str, int]]:
@@ -200,6 +221,8 @@ def why_not_here(edge: Edge, device: torch.device) -> str | None:
     """Why `device` cannot run `edge`; None if it can."""
     if not edge.device_bytes:
         return None
+    if device.type != "cuda" and edge.kind is EdgeKind.POOLS:
+        return f"{edge.config.note}: on a CUDA device only, for they take up to {_gib(edge.device_bytes)}"
     if device.type != "cuda":
         return f"{edge.config.note}: on a CUDA device only, an interpreter would take too long"
     free, _ = torch.cuda.mem_get_info(device)

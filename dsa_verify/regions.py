@@ -166,9 +166,7 @@ def input_regions(subject: Inputs, oracle: Inputs) -> list[Region]:
     """A region for each input, or for each `name[i]` of one with more dimensions whose rows are not whole."""
     wanted = oracle.tensors()
     return [
-        region
-        for name, tensor in subject.tensors().items()
-        for region in _input_regions(name, tensor, wanted[name])
+        region for name, tensor in subject.tensors().items() for region in _input_regions(name, tensor, wanted[name])
     ]
 
 

@@ -66,6 +66,8 @@ def static_inputs(system: str, geometry: Geometry) -> tuple[StaticInput, ...]:
     if system == "ragged_verify":
         found.append(StaticInput(name="verify_lens", dtype="int32", low=1, high=n + 1))
     if system in ("padded", "dcp"):
+        # A token that is not to be stored has slot 0, of which the contract speaks in 0.1, 7.1 and 8.2. Other engines'
+        # -1 is no location there: the owner of -1 would be the last rank, and it would store at row -1 (8.1, 8.2).
         per_request = rows_per_request(system, geometry)
         slots = geometry.slots
         found.append(StaticInput(name="out_cache_loc", dtype="int64", low=1, high=slots, rows=per_request, drawn=False))
@@ -82,6 +84,7 @@ def static_inputs(system: str, geometry: Geometry) -> tuple[StaticInput, ...]:
                 drawn=False,
                 columns_apart=True,
             ),
+            # No count comes with it: what is not -1 is selected, wherever in its row it stands (contract 8.3).
             StaticInput(
                 name="selection",
                 dtype="int32",

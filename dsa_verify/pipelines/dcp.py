@@ -184,8 +184,8 @@ def _check_dense(**outputs: torch.Tensor) -> None:
     for name, tensor in outputs.items():
         if not tensor.is_contiguous():
             raise UsageError(
-                f"{name}: strides {tensor.stride()} of shape {tuple(tensor.shape)} are not dense, and the kernel writes "
-                "rows one behind the other; hand over a contiguous tensor and copy it where it belongs"
+                f"{name}: strides {tensor.stride()} of shape {tuple(tensor.shape)} are not dense, and the kernel "
+                "writes rows one behind the other; hand over a contiguous tensor and copy it where it belongs"
             )
 
 

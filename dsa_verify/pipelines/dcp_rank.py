@@ -48,9 +48,7 @@ class DcpRank(Dcp):
         self.prefix = torch.zeros((batch * geometry.context, KV_WORDS), dtype=torch.int32, device=device)
         self._own = [each[self._rank] for each in (inputs.partial_out, inputs.partial_lse)]
         dense = torch.contiguous_format
-        gathered = [
-            torch.zeros_like(each, memory_format=dense) for each in (inputs.partial_out, inputs.partial_lse)
-        ]
+        gathered = [torch.zeros_like(each, memory_format=dense) for each in (inputs.partial_out, inputs.partial_lse)]
         self._inputs = dataclasses.replace(inputs, partial_out=gathered[0], partial_lse=gathered[1])
         self._gathered = gathered
 

@@ -132,10 +132,11 @@ def optimised_write(pool: torch.Tensor, locations: torch.Tensor, rows: torch.Ten
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("block", [1, 4])
 def test_a_write_reaches_its_owner_and_nobody_else(size: int, block: int) -> None:
-    """Strided inputs, slot 0 twice, and the first slots, whose local row is 0 too."""
-    slots = torch.tensor([0, 1, 5, 0, 31, 2, 8, 17], dtype=torch.int64)
+    """Strided inputs, slot 0 twice, the first slots, whose local row is 0 too, and -1, which no section of the contract
+    gives but other engines do: nobody stores it."""
+    slots = torch.tensor([0, 1, 5, 0, 31, 2, 8, 17, -1], dtype=torch.int64)
     locations = slots.repeat_interleave(2).to(DEVICE)[::2]
-    rows = apart(torch.randint(-(1 << 31), (1 << 31) - 1, (8, 4), generator=generator()).int().to(DEVICE), 3, 2)
+    rows = apart(torch.randint(-(1 << 31), (1 << 31) - 1, (9, 4), generator=generator()).int().to(DEVICE), 3, 2)
     held: list[dict[int, list[int]]] = [{} for _ in range(size)]
     referee.write(held, slots.tolist(), rows.tolist(), block)
     expected = [[pool.get(row, [0] * 4) for row in range(32)] for pool in held]

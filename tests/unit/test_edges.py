@@ -8,21 +8,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import DEVICE, EagerDecode, backend, small
 
 from dsa_verify import cli, input_memory
 from dsa_verify import diagnose as diagnose_module
+from dsa_verify import edges as edges_module
 from dsa_verify.arena import GUARD_WORD, Arena
 from dsa_verify.edges import Edge, EdgeKind, edges, why_not_here
 from dsa_verify.errors import DeviceLost
 from dsa_verify.findings import Diagnosis
 from dsa_verify.geometry import TABLE_GAP, Geometry
 from dsa_verify.matrix import EMPTY_SYSTEMS, Config, undefined_when_empty
+from dsa_verify.pipelines.dcp import Dcp, Place
 from dsa_verify.regions import LOUD_WORD
+from dsa_verify.rounds import token_slots
 from dsa_verify.runs import Run, Runner, open_run
 from dsa_verify.scenario import read_case
+from dsa_verify.static_inputs import KV_WORDS
 from dsa_verify.systems import SYSTEMS, get_system
 
 CPU = torch.device("cpu")
@@ -193,6 +198,68 @@ def test_far_request_rows_take_as_much_memory_whatever_is_copied() -> None:
     assert [edge.device_bytes for edge in of_mtp if edge.kind is FAR] == [40 << 30]
 
 
+def pools_edge(preset: str = "deepseek_v32", fixed: frozenset[str] = frozenset()) -> Edge:
+    found = edges(get_system("dcp"), Geometry.resolve(preset), seed=0, fixed=fixed)
+    (edge,) = (edge for edge in found if edge.kind is EdgeKind.POOLS)
+    return edge
+
+
+@pytest.mark.parametrize("preset", ["deepseek_v32", "tiny"])
+def test_every_token_lies_beyond_word_2_31_of_its_ranks_pool(preset: str) -> None:
+    """Contract 8.2: with 16 bytes a token, from row 2**29 on."""
+    edge = pools_edge(preset)
+    geometry, (table,) = edge.config.geometry, edge.config.chunks()
+    slots = token_slots(geometry, np.arange(1, geometry.request_rows), np.zeros(geometry.request_rows - 1, np.int64))
+    first = geometry.first_page * geometry.allocator_page
+    assert int(slots.min()) >= first
+    assert first // geometry.dcp_size * KV_WORDS >= 1 << 31
+    assert int(slots.max()) < geometry.slots <= 1 << 31
+    assert int(table.raw.max()) == len(slots)
+    layout = edge.config.system.layout(geometry, edge.config.buckets[0])
+    pools = [field.elements * 4 for field in layout if field.name.endswith("kv_pool")]
+    assert len(pools) == 2
+    assert edge.device_bytes == 2 * 2 * sum(pools) + 4 * pools[0]
+    assert edge.device_bytes < 110 << 30, "an H200 has the room"
+
+
+def test_large_pools_are_offered_where_there_is_memory_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    edge, what = pools_edge(), "pools of more than 2**31 words a rank"
+    assert why_not_here(edge, CPU) == f"{what}: on a CUDA device only, for they take up to 96 GiB"
+    for free, why in ((139, None), (80, f"{what}: needs 96 GiB of device memory, 80 GiB are free")):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free << 30, 139 << 30))
+        assert why_not_here(edge, torch.device("cuda", 0)) == why
+    for field in ("first_page", "dcp_size", "context"):
+        kinds = {
+            edge.kind for edge in edges(get_system("dcp"), Geometry.resolve("tiny"), seed=0, fixed=frozenset({field}))
+        }
+        assert EdgeKind.POOLS not in kinds
+
+
+@pytest.fixture
+def small_pools(monkeypatch: pytest.MonkeyPatch) -> int:
+    """The word from which 32 bits no longer reach, so that such pools fit a test."""
+    monkeypatch.setattr(edges_module, "POOL_WORDS", 1 << 13)
+    monkeypatch.setattr(edges_module, "BATCH_CONTEXT", 64)
+    return 1 << 13
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_row_of_a_pool_whose_offset_wraps_is_found(small_pools: int, wraps: bool) -> None:
+    class Wraps(Dcp):
+        def _write(self, place: Place) -> None:
+            locations, pool = self._inputs.out_cache_loc, self._of(place, "kv_pool")
+            rows = locations // place.size
+            mine = (locations % place.size == place.rank) & (locations > 0) & (rows * pool.shape[1] < small_pools)
+            kept = torch.where(mine[:, None], self._inputs.kv_rows, pool[rows])
+            pool.index_copy_(0, rows, kept)
+
+    config = dataclasses.replace(pools_edge("tiny").config, rounds=1)
+    run = run_of(config, Wraps if wraps else None)
+    fields = {"rank0_kv_pool", "rank1_kv_pool"} if wraps else set()
+    assert {finding.field for finding in run.findings} == fields
+    assert {finding.diagnosis for finding in run.findings} <= {Diagnosis.NEVER_WRITTEN}
+
+
 def test_a_batch_wider_than_the_requests_has_pads() -> None:
     """As the widest tables need it: their requests would need more slots than there are."""
     config = Config(system=get_system("decode"), geometry=small(request_rows=5), buckets=(12,), rounds=3, seed=0)
@@ -303,7 +370,7 @@ def test_the_widest_table_of_padded_begins_its_last_request_beyond_element_2_31(
 
 def test_ranks_share_the_largest_batch() -> None:
     ranks = {edge.kind: edge.config.geometry.dcp_size for edge in edges_of("dcp")}
-    assert ranks == {EdgeKind.BATCH: 4, EdgeKind.LONG: 8, EdgeKind.FAR: 2}
+    assert ranks == {EdgeKind.BATCH: 4, EdgeKind.LONG: 8, EdgeKind.FAR: 2, EdgeKind.POOLS: 2}
     fixed = Geometry.resolve("deepseek_v32", {"dcp_size": 3})
     found = edges(get_system("dcp"), fixed, seed=0, fixed=frozenset({"dcp_size"}))
     assert {edge.config.geometry.dcp_size for edge in found} == {3}

@@ -12,11 +12,11 @@ from support import DEVICE, small
 from dsa_verify.diagnose import explain_guard
 from dsa_verify.feed import Feed
 from dsa_verify.findings import Diagnosis
-from dsa_verify.geometry import INDEX_DTYPES, INPUT_VIEWS, Geometry
+from dsa_verify.geometry import INDEX_DTYPES, INPUT_VIEWS, PADDED_MODES, Geometry
 from dsa_verify.judge import Difference, Phase, expected_words, live_words
 from dsa_verify.matrix import REMAPS_PER_ROUND, Config
 from dsa_verify.regions import Kind, guard_regions, input_regions
-from dsa_verify.rounds import PAD_REQUEST, RoundTable, seq_len_fill, tabulate, token_slots
+from dsa_verify.rounds import PAD_REQUEST, RoundTable, rows_per_request, seq_len_fill, tabulate, token_slots
 from dsa_verify.scenario import POISONS, Round
 from dsa_verify.subject import Inputs
 from dsa_verify.systems import SYSTEMS
@@ -161,7 +161,9 @@ def test_selections_and_what_ranks_computed_have_the_form_too(form: str):
         tensor, plain = inputs.tensors()[name], oracle.tensors()[name]
         assert plain[0].is_contiguous()
         for dimension in range(1 if tensor.dim() == 2 else 2, tensor.dim()):
-            assert (tensor.stride(dimension) != plain.stride(dimension)) == (form == "strided" and dimension in dimensions)
+            assert (tensor.stride(dimension) != plain.stride(dimension)) == (
+                form == "strided" and dimension in dimensions
+            )
         assert (tensor.stride(0) != plain.stride(0)) == (form == "strided")
 
 
@@ -187,6 +189,24 @@ def test_steps_leave_what_lies_around_the_inputs_alone(form: str):
         want, checked = expected_words(region, live_words(region))
         assert checked.all()
         assert torch.equal(region.got, want)
+
+
+@pytest.mark.parametrize("mode", ["dcp", *PADDED_MODES])
+def test_the_location_of_no_token_is_0(mode: str):
+    """Of a pad row, and of one shorter than its draft, which has no token at some positions (contract 0.1, 7.2)."""
+    system, changes = (
+        ("dcp", {"dcp_size": 2}) if mode == "dcp" else ("padded", {"padded_mode": mode, "draft_tokens": 3})
+    )
+    feed = make_feed(system, small(**changes))
+    feed.upload(table_of(system, small(**changes), Round(bucket=3, seq_lens=(0, 9), requests=(1, 2))))
+    feed.step(3)
+    each = rows_per_request(system, small(**changes))
+    for inputs in feed.inputs(3):
+        assert inputs.out_cache_loc is not None
+        rows = inputs.out_cache_loc.view(3, each)
+        assert rows[0].tolist() == [0] * each or mode in ("verify", "draft_block"), "whose tokens come after the length"
+        assert rows[2].tolist() == [0] * each
+        assert (rows[1] > 0).all()
 
 
 def behind(tensor: torch.Tensor) -> torch.Tensor:
