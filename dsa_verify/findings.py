@@ -44,8 +44,9 @@ class Finding:
     """One thing wrong with a subject.
 
     `place` names the element: field, request, draft position, page. `law`: the law of contract 3.5 that a schedule
-    breaks first. `case` is the path of the case file that shows the finding and `reproduce` the command that replays
-    it; both are None until it was written, and where it could not be, `not_saved` is the reason.
+    breaks first. `round` counts the rounds of the case, `seen_in_round` those of the run that found it, both from 0.
+    `case` is the path of the case file that shows the finding and `reproduce` the command that replays it; both are
+    None until it was written, and where it could not be, `not_saved` is the reason.
     """
 
     system: str
@@ -55,6 +56,7 @@ class Finding:
     field: str | None = None
     bucket: int | None = None
     round: int | None = None
+    seen_in_round: int | None = None
     place: str | None = None
     got: int | None = None
     want: int | None = None

@@ -101,7 +101,7 @@ def verify_rounds(
                     _replay(replayer, table, on_rounds)
                     wrong = first_wrong_round(replayer, replayer.poll())
                 if wrong is not None:
-                    return _explain(job, recent.up_to(wrong), replayer, folder)
+                    return _seen_in(wrong, _explain(job, recent.up_to(wrong), replayer, folder))
                 beyond = _explain_waived(job, recent, replayer, folder)
                 if beyond:
                     return beyond
@@ -131,13 +131,14 @@ def _rounds_kept(scenario: Scenario, folder: Path | None) -> str:
 
 
 def _failed(job: Job, fault: SubjectFault, recent: _Recent, folder: Path | None) -> Finding:
-    rounds, finding = recent.up_to(fault.round or 0), fault_finding(job, fault)
+    rounds, finding, seen = recent.up_to(fault.round or 0), fault_finding(job, fault), fault.round
     if fault.stage == "rounds":
         # Seen after many rounds: one at a time they say which.
-        exact = [each for each in confirm(job, rounds) if each.diagnosis is finding.diagnosis]
-        finding = exact[0] if exact else finding
-        rounds = rounds[: (finding.round or 0) + 1] if exact else rounds
-    return _with_case(finding, job, rounds, folder)
+        exact = next((each for each in confirm(job, rounds) if each.diagnosis is finding.diagnosis), None)
+        if exact is not None:
+            kept = rounds[: (exact.round or 0) + 1]
+            rounds, finding, seen = kept, exact, (fault.round or 0) - (len(rounds) - len(kept))
+    return dataclasses.replace(_with_case(finding, job, rounds, folder), seen_in_round=seen)
 
 
 def _undefined_schedule(job: Job, rounds: Sequence[Round]) -> str:
@@ -217,14 +218,19 @@ def _explain_waived(job: Job, recent: _Recent, replayer: Replayer, folder: Path 
             attempts += 1
             findings = confirm(job, case, waived=waived)
             if findings:
-                return [_with_case(finding, job, case, folder) for finding in findings]
+                return _seen_in(first, [_with_case(finding, job, case, folder) for finding in findings])
             if covered in waived or window >= len(rounds):
                 break
         if covered not in waived:
             flaky = flaky_waived(job, words.waiver, first, bucket, attempts)
-            return [_with_case(flaky, job, rounds[-CASE_WINDOWS[-1] :], folder)]
+            return _seen_in(first, [_with_case(flaky, job, rounds[-CASE_WINDOWS[-1] :], folder)])
         words.explained = True
     return []
+
+
+def _seen_in(round_: int | None, findings: Sequence[Finding]) -> list[Finding]:
+    """`findings` of round `round_` of the run; a subject that failed in capture failed in none."""
+    return [dataclasses.replace(finding, seen_in_round=round_) for finding in findings]
 
 
 def _count(replayer: Replayer, counts: Counts, *, waivers_due: bool) -> None:

@@ -362,13 +362,18 @@ def main() -> None:
 @click.argument("root", metavar="DIR", type=_FOLDER)
 @click.option("--budget", help=f"Time for this run: 90s, 30m, 8h, 2d. Default without --max-rounds: {DEFAULT_BUDGET}.")
 @click.option("--max-rounds", type=click.IntRange(min=1), help="Rounds of the whole campaign, in whole shards.")
-@click.option("--systems", help="Comma-separated. Default: decode,target_verify,draft_extend.")
+@click.option(
+    "--system", "named", multiple=True, help="System to fuzz; repeatable. Default: decode, target_verify, draft_extend."
+)
+@click.option("--systems", hidden=True)  # comma-separated: what --system was called
 @click.option("--subject", help="Pipeline under test: a name of `dsa-verify subjects`, or module:attribute.")
+@click.option("--fault", help="Plant a fault in the subject: NAME or NAME:FIELD (see `dsa-verify faults`).")
 @click.option("--seed", type=click.IntRange(min=0), help="Default: 0.")
 @click.option("--rounds-per-shard", "rounds_a_shard", type=click.IntRange(min=1), help="Default: 16384.")
 @click.option("--preset", help="Model geometry. Default: what each system has for the device.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a field of the geometry.")
 @click.option("--batch", "batches", type=int, multiple=True, help="Batch bucket; repeatable.")
+@click.option("--draft-tokens", "drafts", type=int, multiple=True, help="Draft length N; repeatable.")
 @click.option("--device", help="auto, cpu or cuda. Default: auto.")
 @click.option(
     "--waivers", "ledger", metavar="FILE", type=click.Path(path_type=Path), help="Ledger of known differences."
@@ -389,17 +394,19 @@ def run(
     timeout_s: float,
     ledger: Path | None,
     no_waivers: bool,
+    named: tuple[str, ...],
+    systems: str | None,
     **given: Any,
 ) -> None:
     """Begin the campaign in DIR, or resume it."""
     settled = {name: value for name, value in given.items() if value not in (None, ())}
-    if "systems" in settled:
-        settled["systems"] = tuple(name.strip() for name in settled["systems"].split(","))
+    if named or systems is not None:
+        settled["systems"] = _systems(named, systems)
     engine = engine_subject(settled.get("subject"))
     if engine is not None:
         settled.setdefault("systems", (engine.system,))
     if "settings" in settled:
-        settled["settings"] = parse_settings(settled["settings"])
+        settled["settings"] = _settings(settled["settings"])
     if ledger is not None and no_waivers:
         raise UsageError("--waivers: has no effect with --no-waivers; give one of them")
     if ledger is not None or no_waivers:
@@ -416,6 +423,23 @@ def run(
         display.say(f"campaign in {root}: {', '.join(plan.systems)}, seed {plan.seed}, on {', '.join(pool.devices)}")
         status = run_campaign(root, plan, limits, pool, display)
     sys.exit(status)
+
+
+def _settings(texts: tuple[str, ...]) -> dict[str, Any]:
+    keys = [text.partition("=")[0] for text in texts]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise UsageError(f"--set: {twice} is given twice; give it once")
+    return parse_settings(texts)
+
+
+def _systems(named: tuple[str, ...], listed: str | None) -> tuple[str, ...]:
+    """The systems of --system, or of the one option that it once was."""
+    if listed is None:
+        return tuple(dict.fromkeys(named))
+    if named:
+        raise UsageError("--systems: has no effect with --system; give each system with --system")
+    return tuple(name.strip() for name in listed.split(","))
 
 
 def _check_timeout(timeout_s: float) -> None:

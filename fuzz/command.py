@@ -21,7 +21,7 @@ from dsa_verify.findings import Diagnosis, Finding
 from dsa_verify.geometry import parse_settings
 from dsa_verify.graphs import Backend, open_backend
 from dsa_verify.job import Job
-from dsa_verify.matrix import Config, diagnostic_matrix
+from dsa_verify.matrix import Config
 from dsa_verify.report import document
 from dsa_verify.report.files import write
 from dsa_verify.report.terminal import Terminal
@@ -30,17 +30,15 @@ from dsa_verify.scenario import read_case
 from dsa_verify.systems import DEFAULT_SUBJECT, System, get_system, settled_geometry, systems_to_run
 from dsa_verify.waivers import Ledger, choose_ledger
 from dsa_verify.whole_files import reason_of, write_whole
+from fuzz.configurations import configurations, describe, visited
 from fuzz.coverage import Coverage, say
 from fuzz.explain import explain
 from fuzz.fuzzer import FuzzResult, fuzz
 from fuzz.shrink import shrink
 from fuzz.trials import Signature
 
-# Rounds of a system, and the buckets and drafts they are fuzzed with, where the command line does not say.
+# Rounds of a system, where the command line does not say.
 ROUNDS: Final = {"cuda": 20_000, "cpu": 1_000}
-BATCHES: Final = {"cuda": (4, 16, 48), "cpu": (6,)}
-DRAFTS: Final = {"cuda": (2, 6), "cpu": (3,)}
-MOST_CONFIGS: Final = 4  # of a system: capturing costs as much as a thousand rounds
 NEVER_SHOWN: Final = 10  # lines of what was never visited; JSON has all
 NOT_SHRUNK: Final = (Diagnosis.FLAKY,)
 
@@ -71,10 +69,10 @@ def run(options: Options, device: torch.device) -> int:
     """Do it all; returns the exit status. UsageError before anything has run."""
     backend = open_backend(device)
     names = systems_to_run(options.systems, options.subject)
-    plan = [(get_system(name), _configs(get_system(name), options, device)) for name in names]
+    rounds = options.rounds if options.rounds is not None else ROUNDS[device.type]
+    plan = [(get_system(name), _configs(get_system(name), rounds, options, device)) for name in names]
     ledger = choose_ledger(options.waivers, options.no_waivers)
     ledger.refuse_if_idle([(name, options.subject or DEFAULT_SUBJECT) for name in names])
-    rounds = options.rounds if options.rounds is not None else ROUNDS[device.type]
     runs: list[Run] = []
     results: list[dict[str, Any]] = []
     with Terminal(rounds * len(plan)) as terminal:
@@ -85,7 +83,7 @@ def run(options: Options, device: torch.device) -> int:
                 terminal.begin(system.name)
                 result = open_run(system.name, options.subject, backend, ledger)
                 runs.append(result)
-                results.append(_fuzz_system(system, configs, rounds, options, runs, terminal, backend, ledger))
+                results.append(_fuzz_system(system, configs, options, runs, terminal, backend, ledger))
                 if result.findings and not options.keep_going:
                     break
 
@@ -97,29 +95,30 @@ def run(options: Options, device: torch.device) -> int:
     return status
 
 
-def _configs(system: System, options: Options, device: torch.device) -> list[Config]:
-    """A few of the matrix, other ones with another seed."""
+def _configs(system: System, rounds: int, options: Options, device: torch.device) -> list[Config]:
+    """What is captured: another few with another seed, as far as the options leave it open."""
     settings = parse_settings(options.settings)
     if options.drafts and not system.drafts and options.systems:
         raise UsageError(f"--draft-tokens: has no effect in {system.name}, which has no draft; leave it out")
     geometry, fixed = settled_geometry(system, options.subject, device.type, options.preset, settings)
-    configs = diagnostic_matrix(
+    if options.preset is not None:
+        fixed |= {"indexer"}  # which is what the names of presets tell apart
+    return configurations(
         system,
         geometry,
-        rounds=0,
         seed=options.seed,
-        batches=options.batches or BATCHES[device.type],
-        drafts=options.drafts or (DRAFTS[device.type] if system.drafts else None),
+        rounds=rounds,
+        device_type=device.type,
+        subject=options.subject,
+        batches=options.batches,
+        drafts=options.drafts if system.drafts else (),
         fixed=fixed,
     )
-    first = options.seed % len(configs)
-    return (configs[first:] + configs[:first])[:MOST_CONFIGS]
 
 
 def _fuzz_system(
     system: System,
     configs: Sequence[Config],
-    rounds: int,
     options: Options,
     runs: Sequence[Run],
     terminal: Terminal,
@@ -129,13 +128,13 @@ def _fuzz_system(
     """Fuzz `configs`, adding to the last of `runs`."""
     result = runs[-1]
     progress.current().results(runs)
-    parts: list[FuzzResult] = []
+    parts: list[tuple[Config, FuzzResult]] = []
+    small: list[dict[str, Any]] = []
     start = time.perf_counter()
     for i, config in enumerate(configs):
-        # As even as it gets, and in all exactly what was asked for.
-        share = rounds * (i + 1) // len(configs) - rounds * i // len(configs)
-        if not share:
+        if not config.rounds:
             continue
+        terminal.say(f"  {config.rounds} rounds of {describe(config)}")
         job = Job.make(
             system,
             config.geometry,
@@ -148,14 +147,14 @@ def _fuzz_system(
         )
         part = fuzz(
             job,
-            share,
+            config.rounds,
             options.seed,
             Coverage(system.name, config.geometry, config.buckets),
             folder=options.folder,
             resident=options.resident,
             on_rounds=terminal.advance,
         )
-        parts.append(part)
+        parts.append((config, part))
         result.not_covered.update(job.not_covered)
         result.counts.add(part.counts)
         result.wall_s = time.perf_counter() - start
@@ -165,42 +164,50 @@ def _fuzz_system(
         for finding in part.findings:
             terminal.finding(finding)
         if part.findings:
-            _make_small(part.findings, options, terminal, backend, ledger)
+            small += _make_small(part.findings, options, terminal, backend, ledger)
             if not options.keep_going:
                 result.stopped_early = i + 1 < len(configs)
                 break
     terminal.end(result)
-    return _report(system.name, parts, terminal)
+    return _report(system.name, sum(config.rounds for config in configs), parts, small, terminal)
 
 
 def _make_small(
     findings: Sequence[Finding], options: Options, terminal: Terminal, backend: Backend, ledger: Ledger
-) -> None:
-    """Shrink the first finding that has a case, and say what it depends on; the others come of the same rounds.
+) -> list[dict[str, Any]]:
+    """Shrink the first finding that has a case, and say what it depends on; the others come of the same rounds. For
+    JSON what came of it, an entry or none.
 
     A flaky subject may not show it again. The finding stands, and its case stays as it was written.
     """
     finding = next((each for each in findings if each.case and each.diagnosis not in NOT_SHRUNK), None)
     if finding is None or finding.case is None or not options.shrink_s:
-        return
+        return []
+    facts: dict[str, Any] = {"case": finding.case}
     signature = Signature.of(finding)
     try:
         small = shrink(read_case(Path(finding.case)), signature, backend, budget_s=options.shrink_s, ledger=ledger)
     except UsageError as error:
         terminal.say(f"  not shrunk: {error}")
-        return
+        return [facts | {"not_shrunk": str(error)}]
     path = Path(finding.case).with_suffix(".small.json")
+    facts |= {"rounds": len(small.scenario.rounds), "finished": small.finished}
     lost = _written(path, small.scenario.to_json())
+    facts |= {"small_case": str(path)} if lost is None else {"not_saved": lost}
     try:
-        said = explain(small.scenario, signature, backend, budget_s=options.shrink_s, ledger=ledger).sentence
+        explained = explain(small.scenario, signature, backend, budget_s=options.shrink_s, ledger=ledger)
+        said = explained.sentence
+        facts |= {"depends_on": said, "verdicts": [dataclasses.asdict(verdict) for verdict in explained.verdicts]}
     except UsageError as error:
         said = f"not explained: {error}"
+        facts |= {"not_explained": str(error)}
     ended = "" if small.finished else ", the time for it being over"
     terminal.say(f"  shrunk in {small.seconds:.1f} s{ended}: {said}")
     if lost:
         terminal.say(f"  the small case could not be saved: {lost}")
-        return
+        return [facts]
     terminal.say(f"  reproduce: {shlex.join(['dsa-verify', 'replay', str(path), *ledger.options])}")
+    return [facts]
 
 
 def _written(path: Path, text: str) -> str | None:
@@ -212,17 +219,29 @@ def _written(path: Path, text: str) -> str | None:
     return None
 
 
-def _report(system: str, parts: Sequence[FuzzResult], terminal: Terminal) -> dict[str, Any]:
-    digest = hashlib.sha256(" ".join(part.digest for part in parts).encode()).hexdigest()[:16]
-    requested, executed = sum(part.requested for part in parts), sum(part.executed for part in parts)
-    visits = [visits for part in parts for visits in part.coverage.visits().values()]
+def _report(
+    system: str,
+    requested: int,
+    parts: Sequence[tuple[Config, FuzzResult]],
+    small: Sequence[dict[str, Any]],
+    terminal: Terminal,
+) -> dict[str, Any]:
+    results = [part for _, part in parts]
+    digest = hashlib.sha256(" ".join(part.digest for part in results).encode()).hexdigest()[:16]
+    executed = sum(part.executed for part in results)
+    visits = [visits for part in results for visits in part.coverage.visits().values()]
     terminal.say(
         f"  rounds requested {requested}, executed {executed}; coverage {sum(map(bool, visits))} of {len(visits)}, "
         f"digest {digest}"
     )
-    never = list(dict.fromkeys(say(key) for part in parts for key in part.coverage.never_visited()))
+    never = list(dict.fromkeys(say(key) for part in results for key in part.coverage.never_visited()))
     for line in never[:NEVER_SHOWN]:
         terminal.say(f"    never visited: {line}")
     if len(never) > NEVER_SHOWN:
         terminal.say(f"    and {len(never) - NEVER_SHOWN} more; --json has all")
-    return {"system": system, "coverage_digest": digest, "parts": [part.to_dict() for part in parts]}
+    return {
+        "system": system,
+        "coverage_digest": digest,
+        "parts": [{"configuration": visited(config), **part.to_dict()} for config, part in parts],
+        "made_small": list(small),
+    }

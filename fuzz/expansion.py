@@ -80,6 +80,7 @@ class Lane(IntEnum):
     ROUND_SEED = 47
     TENANT = 48
     TIE = 49
+    CONFIGURATION = 50  # configurations.py
 
 
 def word(seed: int, round_: int, lane: int, element: int) -> int:

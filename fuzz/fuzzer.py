@@ -96,7 +96,8 @@ def fuzz(
             if resident
             else _chunks(job, world, count, chunk_rounds)
         )
-        findings = verify_rounds(job, chunks, counts, folder=folder, on_rounds=on_rounds)
+        found = verify_rounds(job, chunks, counts, folder=folder, on_rounds=on_rounds)
+        findings = [_after(rounds - left, finding) for finding in found]
         captures, left = captures + 1, left - count
     counts.configs = 1
     return FuzzResult(
@@ -108,6 +109,12 @@ def fuzz(
         counts=counts,
         coverage=coverage,
     )
+
+
+def _after(first: int, finding: Finding) -> Finding:
+    """`finding` of a stretch that began with round `first` of the run."""
+    seen = finding.seen_in_round
+    return finding if seen is None else dataclasses.replace(finding, seen_in_round=first + seen)
 
 
 def _chunks(job: Job, world: World, count: int, chunk_rounds: int) -> Iterator[RoundTable]:

@@ -91,9 +91,11 @@ class Journal:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JournalledJob(Job):
-    """A job that launches nothing that is not in `journal`."""
+    """A job that launches nothing that is not in `journal`. `planted`: whether its fault is what a shard plants to show
+    that it can see, and not what the campaign was asked to plant."""
 
     journal: Journal
+    planted: bool = False
 
     @classmethod
     def of(cls, job: Job, journal: Journal, **changes: Any) -> JournalledJob:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from dsa_verify.engines import check_system
 from dsa_verify.errors import UsageError
-from dsa_verify.geometry import MAX_BATCH, PRESETS
+from dsa_verify.geometry import MAX_BATCH, MAX_DRAFT_TOKENS, PRESETS
 from dsa_verify.scenario import KNOWN_SYSTEMS
 from fuzz.shard_folder import read_json, write_json
 
@@ -22,22 +22,32 @@ PLAN_FILE: Final = "campaign.json"
 LEDGER_FILE: Final = "ledger.json"  # the waivers of the plan, for replays of its cases
 MAX_ROUNDS_A_SHARD: Final = 1 << 24
 DEVICES: Final = ("auto", "cpu", "cuda")
-_FLAGS: Final = {"settings": "--set", "batches": "--batch", "rounds_a_shard": "--rounds-per-shard"}
+_FLAGS: Final = {
+    "systems": "--system",
+    "settings": "--set",
+    "batches": "--batch",
+    "drafts": "--draft-tokens",
+    "rounds_a_shard": "--rounds-per-shard",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """`preset` None: what each system has for the device. `settings`: overrides of the geometry. `batches`: buckets
-    instead of those of the diagnostic matrix, over whose configurations the shards turn. `resident`: unsteered rounds,
-    drawn in bulk (resident.py). `waivers`: the entries of a ledger; None: those that are shipped."""
+    instead of those of the diagnostic matrix, over whose configurations the shards turn, and `drafts`: draft lengths,
+    likewise, in systems that have drafts. `resident`: unsteered rounds,
+    drawn in bulk (resident.py). `fault`: planted in the subject of every shard, whose findings then count as any others
+    do; beside it each shard plants one of its own. `waivers`: the entries of a ledger; None: those that are shipped."""
 
     systems: tuple[str, ...]
     subject: str | None = None
+    fault: str | None = None
     seed: int = 0
     rounds_a_shard: int = 16_384
     preset: str | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     batches: tuple[int, ...] = ()
+    drafts: tuple[int, ...] = ()
     device: str = "auto"
     resident: bool = False
     waivers: tuple[Mapping[str, Any], ...] | None = None
@@ -47,10 +57,17 @@ class Plan:
         for system in self.systems:
             _choice("systems", system, KNOWN_SYSTEMS)
             check_system(self.subject, system)
-        if self.subject == "":
-            raise UsageError("subject: empty; name a pipeline, or leave it out")
+        for name, value in (("subject", self.subject), ("fault", self.fault)):
+            if value == "":
+                what = "a pipeline" if name == "subject" else "one of `dsa-verify faults`"
+                raise UsageError(f"{name}: empty; name {what}, or leave it out")
         if not self.systems or len(set(self.systems)) != len(self.systems):
             raise UsageError(f"systems: {list(self.systems)} must name at least one system, and each once")
+        for name, each in (("batches", self.batches), ("drafts", self.drafts)):
+            if len(set(each)) != len(each):
+                raise UsageError(f"{name}: {list(each)} names one of them twice; give each once")
+        if self.drafts and "draft_tokens" in self.settings:
+            raise UsageError("drafts: has no effect with a setting of draft_tokens; give one of them")
         if self.preset is not None:
             _choice("preset", self.preset, tuple(PRESETS))
         _choice("device", self.device, DEVICES)
@@ -60,6 +77,7 @@ class Plan:
             parse_ledger(self.waivers, LEDGER_FILE)
         limits = {"seed": (self.seed, 0, (1 << 31) - 1), "rounds_a_shard": (self.rounds_a_shard, 1, MAX_ROUNDS_A_SHARD)}
         limits |= {f"batches[{i}]": (batch, 1, MAX_BATCH) for i, batch in enumerate(self.batches)}
+        limits |= {f"drafts[{i}]": (draft, 1, MAX_DRAFT_TOKENS) for i, draft in enumerate(self.drafts)}
         for name, (value, low, high) in limits.items():
             if not low <= value <= high:
                 raise UsageError(f"{name}: {value} is outside {low}..{high}; choose a value inside")
@@ -112,8 +130,10 @@ def parse_plan(data: Mapping[str, Any]) -> Plan:
     """The plan that `to_dict` gave; UsageError names what is not so."""
     if data.get("schema") != PLAN_SCHEMA:
         raise UsageError(f"schema: {data.get('schema')} is not {PLAN_SCHEMA}, which this version reads; update it")
-    # Campaigns of before there were waivers can be resumed.
-    values: dict[str, Any] = {"waivers": None} | {key: value for key, value in data.items() if key != "schema"}
+    # Campaigns of before there were waivers, faults to plant and draft lengths can be resumed.
+    values: dict[str, Any] = {"waivers": None, "fault": None, "drafts": []} | {
+        key: value for key, value in data.items() if key != "schema"
+    }
     names = [field.name for field in dataclasses.fields(Plan)]
     for key in (*values, *names):
         if key not in names or key not in values:
@@ -121,11 +141,13 @@ def parse_plan(data: Mapping[str, Any]) -> Plan:
     kinds: dict[str, tuple[type, ...]] = {
         "systems": (list, tuple),
         "subject": (str, type(None)),
+        "fault": (str, type(None)),
         "seed": (int,),
         "rounds_a_shard": (int,),
         "preset": (str, type(None)),
         "settings": (dict,),
         "batches": (list, tuple),
+        "drafts": (list, tuple),
         "device": (str,),
         "resident": (bool,),
         "waivers": (list, tuple, type(None)),
@@ -133,10 +155,10 @@ def parse_plan(data: Mapping[str, Any]) -> Plan:
     for key, kind in kinds.items():
         if type(values[key]) not in kind:
             raise UsageError(f"{key}: {values[key]!r} is {type(values[key]).__name__}, not {kind[0].__name__}")
-    for key, item_kind in (("systems", str), ("batches", int), ("waivers", dict)):
+    for key, item_kind in (("systems", str), ("batches", int), ("drafts", int), ("waivers", dict)):
         if any(type(item) is not item_kind for item in values[key] or ()):
             raise UsageError(f"{key}: {values[key]!r} must hold {item_kind.__name__} only")
-    lists = {key: tuple(values[key]) for key in ("systems", "batches", "waivers") if values[key] is not None}
+    lists = {key: tuple(values[key]) for key in ("systems", "batches", "drafts", "waivers") if values[key] is not None}
     plan = Plan(**{**values, **lists})
     plan.check()
     return plan

@@ -92,11 +92,7 @@ def _shuffle(world: World) -> None:
 
 
 def _fill(world: World) -> None:
-    while len(world.live) < world.most and world.free:
-        before = len(world.live)
-        world.admit()
-        if len(world.live) <= before:  # the pool is full
-            break
+    world.fill()
 
 
 def _drain(world: World) -> None:

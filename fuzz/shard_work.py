@@ -105,18 +105,18 @@ def _job(spec: ShardSpec, backend: Backend) -> Job:
     """What the shard runs: one configuration of the diagnostic matrix of its system."""
     plan, system = spec.plan, get_system(spec.system)
     geometry, fixed = settled_geometry(system, plan.subject, backend.device.type, plan.preset, plan.settings)
-    drafts = [geometry.draft_tokens] if "draft_tokens" in plan.settings and system.drafts else None
+    drafts = [geometry.draft_tokens] if "draft_tokens" in plan.settings else plan.drafts or None
     configs = diagnostic_matrix(
         system,
         geometry,
         batches=plan.batches or None,
-        drafts=drafts,
+        drafts=drafts if system.drafts else None,
         fixed=fixed - {"draft_tokens"},
     )
     config = configs[spec.turn % len(configs)]
     buckets = tuple(dict.fromkeys(max(bucket // spec.batch_divisor, 1) for bucket in config.buckets))
     ledger = _ledger(plan)
-    return Job.make(system, config.geometry, buckets, spec.seed, plan.subject, None, backend, ledger)
+    return Job.make(system, config.geometry, buckets, spec.seed, plan.subject, plan.fault, backend, ledger)
 
 
 def _ledger(plan: Plan) -> Ledger:
@@ -202,7 +202,7 @@ def take(finding: Finding, job: JournalledJob, folder: Path) -> FindingRecord:
 def _found(finding: Finding, job: JournalledJob, folder: Path) -> FindingRecord:
     """Its record: one that is settled, or that it was found."""
     facts = finding.to_dict()
-    key = FindingKey.of(facts, planted=job.fault is not None)
+    key = FindingKey.of(facts, planted=job.planted)
     known = FindingRecord.read(folder / "findings" / f"{key.name}.json")
     if known is not None and known.settled:
         return known
@@ -249,7 +249,7 @@ def _shrunk(record: FindingRecord, finding: Finding, job: JournalledJob, folder:
 
 def _shrink(case: Scenario, finding: Finding, job: JournalledJob) -> Scenario:
     """The one place that knows how a case is shrunk."""
-    signature, budget_s = Signature.of(finding), SHRINK_S if job.fault is None else CANARY_SHRINK_S
+    signature, budget_s = Signature.of(finding), CANARY_SHRINK_S if job.planted else SHRINK_S
     journal = job.journal
 
     def on_launch(candidate: Scenario) -> None:
@@ -289,7 +289,7 @@ def _canary(spec: ShardSpec, job: JournalledJob, folder: Path) -> dict[str, Any]
     if not names:
         return {"fault": None, "verdict": "missing", "finding": None, "why": "no fault can be planted here"}
     fault = names[spec.seed % len(names)]
-    planted = dataclasses.replace(job, fault=fault)
+    planted = dataclasses.replace(job, fault=fault, planted=True)
     result = fuzz(
         planted,
         CANARY_ROUNDS,

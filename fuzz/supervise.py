@@ -196,7 +196,7 @@ def _attempt(spec: ShardSpec, watch: _Watch) -> tuple[ShardResult | None, ShardS
 
 def _without_memory(spec: ShardSpec, watch: _Watch, end: _End, reason: str) -> tuple[ShardResult | None, ShardSpec]:
     """Half of the batch, once; no finding."""
-    case = _journalled(watch.folder)
+    case = _journalled(watch.folder, spec.plan.fault)
     path = _keep(watch.folder, case, "out-of-memory") if case is not None else None
     executed = read_progress(watch.folder)["checked"]
     _note(watch, end, "out of memory", f"{reason}; its case is {path}")
@@ -212,7 +212,7 @@ def _explain(spec: ShardSpec, watch: _Watch, end: _End) -> ShardResult | None:
     """Attribute a death to its case by dying of it again; None if it was nobody's, so that the shard is done anew."""
     kind, folder = end.death, watch.folder
     assert kind is not None
-    case = _journalled(folder)
+    case = _journalled(folder, spec.plan.fault)
     if case is None:
         text = f"{end.words} before it had launched anything ({_reason(folder)}); done anew"
         _note(watch, end, "killed" if end.killed else kind, text)
@@ -270,10 +270,11 @@ def _explain(spec: ShardSpec, watch: _Watch, end: _End) -> ShardResult | None:
     return _ended(spec, watch, kind, executed=executed)
 
 
-def _journalled(folder: Path) -> Scenario | None:
-    """What was launched last, without the planted fault it may have run with: none of those ends a process."""
+def _journalled(folder: Path, fault: str | None) -> Scenario | None:
+    """What was launched last, with the `fault` that the campaign plants, if any, and without the shard's own that it
+    may have run with: none of those ends a process."""
     path = folder / JOURNAL_FILE
-    return dataclasses.replace(read_case(path), fault=None) if path.exists() else None
+    return dataclasses.replace(read_case(path), fault=fault) if path.exists() else None
 
 
 def _keep(folder: Path, case: Scenario, kind: str) -> str:

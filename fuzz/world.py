@@ -90,9 +90,11 @@ class World:
             )
         self.live: list[Request] = []
         self.waiting: list[Request] = []
+        self._readers: Counter[int] = Counter()  # live requests by the row that they read
         self.free = list(range(geometry.request_rows - 1, 0, -1))
         self.generations: Counter[int] = Counter()
         self.index = 0  # of the next round
+        self._page = geometry.allocator_page
         self.reuse = reuse or REUSES[self._below(Lane.REUSE, len(REUSES))]
         self._draws: Counter[int] = Counter()
         self._moved: list[int] = []
@@ -176,6 +178,8 @@ class World:
         assert rows == set(owned), f"nobody owns what is shared: {rows - set(owned)}"
         assert rows.isdisjoint(self.free), f"a live request is on a free row: {rows & set(self.free)}"
         assert rows | set(self.free) == set(range(1, self.geometry.request_rows)), "a request row is lost"
+        readers = Counter(request.row for request in self.live)
+        assert readers == +self._readers, f"readers of rows are counted wrongly: {readers} and {self._readers}"
         assert len(self.live) <= self.most, f"{len(self.live)} requests are live, at most {self.most} fit"
         for request in self.live:
             assert self.shortest <= request.length <= self.geometry.context, f"length {request.length}"
@@ -188,8 +192,22 @@ class World:
         """A new request at the end of the batch, the last one finishing where there is no room."""
         if len(self.live) >= self.most or not self.free:
             self.finish(len(self.live) - 1)
-        self.live.append(Request(self._take_row(), length or self._prompt_length(), self._accept_count()))
+        self._admit(length)
         self._preempt_until_pages_suffice()
+
+    def fill(self) -> None:
+        """New requests until the batch, the rows or the pages are full."""
+        while len(self.live) < self.most and self.free:
+            self._admit(None)
+        self._preempt_until_pages_suffice()
+
+    def _admit(self, length: int | None) -> None:
+        self._join(Request(self._take_row(), length or self._prompt_length(), self._accept_count()))
+
+    def _join(self, request: Request, at: int | None = None) -> None:
+        """`request` is live from now on, as batch row `at` or the last."""
+        self.live.insert(len(self.live) if at is None else at, request)
+        self._readers[request.row] += 1
 
     def accept(self) -> None:
         """Every live request grows by the tokens that were accepted; those at the end of the context finish."""
@@ -233,7 +251,7 @@ class World:
             return self.move_pages(at)
         row, request = self._take_row(), self.live.pop(at)
         self._release(request)
-        self.live.insert(at, dataclasses.replace(request, row=row, shares=False))
+        self._join(dataclasses.replace(request, row=row, shares=False), at)
 
     def move_pages(self, at: int) -> None:
         """The row of batch row `at` moves to other pages."""
@@ -248,7 +266,7 @@ class World:
         owner = self.live[at]
         span = owner.length - self.shortest + 1
         length = self.shortest + self.draw(Lane.LENGTH, span)
-        self.live.append(Request(owner.row, length, self._accept_count(), shares=True))
+        self._join(Request(owner.row, length, self._accept_count(), shares=True))
         self._preempt_until_pages_suffice()
 
     def shuffle(self) -> None:
@@ -278,11 +296,11 @@ class World:
 
     def _release(self, request: Request) -> None:
         """The row is free once nobody reads it; if its owner goes first, another reader owns it."""
-        readers = [other for other in self.live if other.row == request.row]
-        if not readers:
+        self._readers[request.row] -= 1
+        if not self._readers[request.row]:
             self.free.append(request.row)
         elif not request.shares:
-            readers[0].shares = False
+            next(other for other in self.live if other.row == request.row).shares = False
 
     def _move(self, row: int) -> bool:
         """Whether `row` moves to other pages in this round; only so many can."""
@@ -298,11 +316,15 @@ class World:
         if row == request.row and passed % DISJOINT_GENERATIONS == 0 and not self._move(row):
             self.free.insert(0, row)
             row = self.free.pop()  # another, unless it is the only one
-        self.live.append(dataclasses.replace(request, row=row, shares=False))
+        self._join(dataclasses.replace(request, row=row, shares=False))
 
     def _preempt_until_pages_suffice(self) -> None:
-        while self._pages_used() > self._pages() and len(self.live) > 1:
+        used, pages = self._pages_used(), self._pages()
+        while used > pages and len(self.live) > 1:
+            last = self.live[-1]
+            alone = self._readers[last.row] == 1
             self.preempt()
+            used = used - self._pages_of(last.length) if alone else self._pages_used()
 
     def _pages(self) -> int:
         """Allocator pages of the pool."""
@@ -314,7 +336,10 @@ class World:
         longest: dict[int, int] = {}
         for request in self.live:
             longest[request.row] = max(longest.get(request.row, 0), request.length)
-        return sum(-(-length // self.geometry.allocator_page) for length in longest.values())
+        return sum(map(self._pages_of, longest.values()))
+
+    def _pages_of(self, length: int) -> int:
+        return -(-length // self._page)
 
     # Drawing ---------------------------------------------------------------------------------------------------------
 

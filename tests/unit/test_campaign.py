@@ -11,6 +11,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sqlite3
@@ -29,6 +30,7 @@ from rich.console import Console
 
 from dsa_verify.errors import HarnessError, UsageError
 from dsa_verify.scenario import read_case
+from fuzz import campaign as campaign_module
 from fuzz import store as store_module
 from fuzz import supervise as supervise_module
 from fuzz.campaign import main, parse_time
@@ -322,6 +324,12 @@ def test_a_plan_is_read_strictly(change: dict[str, Any], words: str) -> None:
         parse_plan({**plan_of("right").to_dict(), **change})
 
 
+def test_a_plan_of_before_there_were_faults_and_drafts_is_read() -> None:
+    plan = plan_of("right")
+    before = {key: value for key, value in plan.to_dict().items() if key not in ("fault", "drafts", "waivers")}
+    assert parse_plan(before) == plan
+
+
 def test_resuming_with_another_plan_is_refused(root: Path) -> None:
     settle_plan(root, {"seed": 1}, {"systems": ("decode",)})
     assert settle_plan(root, {"seed": 1}, {}).seed == 1
@@ -533,6 +541,47 @@ def test_the_commands(root: Path) -> None:
     assert (result.exit_code, json.loads(result.output)["rounds_executed"]) == (1, 96)
     assert command("merge", str(root), "--into", str(root.parent / "copy")).output.startswith("2 shard(s) taken")
     assert isinstance(command("report", str(root / "nowhere")).exception, UsageError)
+
+
+@pytest.mark.parametrize(
+    "options, systems",
+    [
+        (["--system", "mtp", "--system", "decode"], ("mtp", "decode")),
+        (["--systems", "mtp, decode"], ("mtp", "decode")),
+        ([], ("decode", "target_verify", "draft_extend")),
+    ],
+)
+def test_systems_are_named_as_in_every_command(
+    root: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], systems: tuple[str, ...]
+) -> None:
+    planned: list[Plan] = []
+    monkeypatch.setattr(campaign_module, "run_campaign", lambda root, plan, *rest: planned.append(plan) or 0)
+    given = ["--fault", "skip_refresh", "--draft-tokens", "3", "--draft-tokens", "2", "--device", "cpu"]
+    result = command(str(root), "--max-rounds", "48", *options, *given)
+    assert result.exit_code == 0, result.exception
+    (plan,) = planned
+    assert (plan.systems, plan.fault, plan.drafts) == (systems, "skip_refresh", (3, 2))
+    assert read_plan(root) == plan
+    with pytest.raises(UsageError, match="--fault: rows_rolled differs from skip_refresh"):
+        settle_plan(root, {"fault": "rows_rolled"}, {})
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--system", "decode", "--systems", "mtp"], "--systems: has no effect with --system"),
+        (["--batch", "4", "--batch", "4"], r"batches: \[4, 4\] names one of them twice"),
+        (["--set", "context=40", "--set", "context=41"], "--set: context is given twice; give it once"),
+        (["--draft-tokens", "3", "--set", "draft_tokens=2"], "drafts: has no effect with a setting of draft_tokens"),
+        (["--draft-tokens", "17"], r"drafts\[0\]: 17 is outside 1..16"),
+        (["--fault", ""], "fault: empty; name one of `dsa-verify faults`"),
+    ],
+)
+def test_options_that_contradict_themselves_are_refused_as_in_fuzz(root: Path, options: list[str], words: str) -> None:
+    result = command(str(root), "--max-rounds", "48", "--device", "cpu", *options)
+    assert isinstance(result.exception, UsageError)
+    assert re.search(words, str(result.exception))
+    assert not root.exists()
 
 
 def test_help_names_the_statuses_and_imports_no_torch() -> None:

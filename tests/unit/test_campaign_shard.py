@@ -147,6 +147,22 @@ def without_canary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_work, "_canary", lambda *arguments: None)
 
 
+def test_the_fault_that_a_campaign_is_given_is_a_finding_beside_the_one_that_a_shard_plants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unshrunk: None
+) -> None:
+    monkeypatch.setattr(shard_work, "CANARIES", ("past_the_end",))
+    monkeypatch.setattr(shard_work, "CANARY_ROUNDS", 16)
+    monkeypatch.setattr(shard_work, "MOST_FINDINGS", 1)
+    result = work(tmp_path, fault="rows_rolled")
+    assert result.canary is not None
+    assert result.canary["fault"] == "past_the_end"
+    records = findings_in(shard_folder(tmp_path, 0))
+    assert {record.key.planted for record in records} == {True, False}
+    (own,) = {read_case(shard_folder(tmp_path, 0) / str(r.case)).fault for r in records if not r.key.planted}
+    assert own == "rows_rolled"
+    assert facts_of(tmp_path)["status"] == 1
+
+
 @pytest.mark.parametrize("fault", shard_work.CANARIES)
 def test_every_planted_fault_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unshrunk: None, fault: str

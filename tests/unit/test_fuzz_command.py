@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import DEVICE, EagerDecode, backend, small
+from support import DEVICE, EagerDecode, backend, job_of, small
 
 from dsa_verify.errors import STATUS_EQUAL, STATUS_MISMATCH, UsageError
 from dsa_verify.geometry import Geometry
@@ -70,9 +70,24 @@ def test_a_right_pipeline_is_equal_and_the_same_twice(
     assert first[0] == again[0] == STATUS_EQUAL
     (result,) = first[1]["fuzz"]
     assert result["coverage_digest"] == again[1]["fuzz"][0]["coverage_digest"]
-    assert result["parts"][0]["rounds_requested"] == result["parts"][0]["rounds_executed"] == 100
+    parts = result["parts"]
+    assert sum(part["rounds_requested"] for part in parts) == sum(part["rounds_executed"] for part in parts) == 100
     assert run(tmp_path, resident=resident, seed=4)[1]["fuzz"][0]["coverage_digest"] != result["coverage_digest"]
-    assert "never visited: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "never visited: " in said
+    for part in parts:
+        visited = part["configuration"]
+        assert (visited["preset"], visited["buckets"][0]) == ("tiny", 4)
+        settings = ", ".join(f"{key} {value}" for key, value in visited["geometry"].items())
+        assert f"  {part['rounds_requested']} rounds of tiny, buckets {visited['buckets']}, {settings}\n" in said
+    assert len({json.dumps(part["configuration"]) for part in parts}) == 4
+
+
+def test_a_run_visits_several_configurations_where_nothing_is_fixed(tmp_path: Path) -> None:
+    _, result = run(tmp_path, subject=None, batches=(), settings=(), rounds=4)
+    visited = [part["configuration"] for part in result["fuzz"][0]["parts"]]
+    assert len({tuple(each["buckets"]) for each in visited}) > 2
+    assert {each["geometry"].get("index_dtype", "int64") for each in visited} == {"int64", "int32"}
 
 
 def test_a_fault_is_found_shrunk_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,6 +99,11 @@ def test_a_fault_is_found_shrunk_and_explained(tmp_path: Path, capsys: pytest.Ca
     assert len(shrunk.rounds) == 1 <= len(whole.rounds)
     assert sum(round_.raw_batch for round_ in shrunk.rounds) <= 1
     said = capsys.readouterr().out
+    (small,) = result["fuzz"][0]["made_small"]
+    assert (small["case"], small["small_case"]) == (str(case), str(case.with_suffix(".small.json")))
+    assert (small["rounds"], small["finished"]) == (1, True)
+    assert f": {small['depends_on']}\n" in said
+    assert {"value", "what", "stays"} == set(small["verdicts"][0])
     assert "shrunk in " in said
     assert f"reproduce: dsa-verify replay {case.with_suffix('.small.json')}" in said
 
@@ -103,10 +123,42 @@ def test_a_finding_that_does_not_show_again_stands(
     assert status == STATUS_MISMATCH
     assert read_case(Path(result["findings"][0]["case"])).rounds
     assert result["fuzz"][0]["parts"][0]["rounds_executed"]
+    (small,) = result["fuzz"][0]["made_small"]
+    assert small[said.strip(": ").replace(" ", "_")].startswith("the case does not show ")
     found, coverage = capsys.readouterr().out.split(said)
     assert "FOUND in decode" in found
     assert coverage.startswith("the case does not show ")
     assert "rounds requested 100, executed " in coverage
+
+
+class WrongInTheEnd(EagerDecode):
+    """Adds 1 to the lengths once it was captured `late` times and replayed 19 times since, and ever after."""
+
+    captured = replayed = 0
+    late = 1
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        super().allocate(geometry, inputs, buffers)
+        type(self).captured += 1
+        type(self).replayed = 0
+
+    def before_replay(self) -> None:
+        type(self).replayed += 1
+        if self.captured >= self.late and self.replayed > 19:
+            type(self).late = 0
+            self.inputs.seq_lens[:1].add_(1)
+
+
+def test_a_finding_says_in_which_round_of_the_run_it_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of its case, and not of the rounds since the last capture."""
+    monkeypatch.setattr(WrongInTheEnd, "captured", 0)
+    monkeypatch.setattr(WrongInTheEnd, "late", 3)
+    job = job_of(WrongInTheEnd, buckets=(4,))
+    result = fuzz(job, 90, 0, folder=None, outside=False, rounds_per_capture=30)
+    (seen,) = {finding.seen_in_round for finding in result.findings}
+    assert seen is not None
+    assert 60 <= seen < 90
+    assert result.captures == 3
 
 
 def test_what_has_no_effect_is_refused(tmp_path: Path) -> None:

@@ -43,9 +43,7 @@ def emitted(system: str, device: str, batch: int, seed: int, count: int) -> Iter
     for start in range(0, count, CHUNK_ROUNDS):
         rounds = world.rounds(min(CHUNK_ROUNDS, count - start))
         widest = max(config.buckets)
-        tabulate(
-            system, config.geometry, rounds, generations, widest_bucket=widest, remap_slots=REMAPS_PER_ROUND
-        )
+        tabulate(system, config.geometry, rounds, generations, widest_bucket=widest, remap_slots=REMAPS_PER_ROUND)
         yield from rounds
         # What the world says of its pages is what the tables hold, but for moves that the next round makes.
         owed = [row in world._moved for row in range(config.geometry.request_rows)]

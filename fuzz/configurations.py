@@ -1,0 +1,373 @@
+"""Configurations: what `fuzz` captures, drawn from the seed.
+
+What stays fixed while rounds are replayed (batch, draft length, ranks, widths, dtypes, views) is as much a place for
+defects as what rounds hold, and a run can capture only a few. So each dimension is a deck of its own: the runs of
+successive seeds are dealt its values in turn, each value once before any comes again, in an order that differs from
+deck to deck. Every value is met within few seeds, and every pair before long. What a run fixes is not drawn.
+
+A run has one *wide* configuration, whose captured rows are at a multiple of 32 or beside it, *small* ones, and, on a
+GPU, one *huge* one of more rows than some kernels were compiled for. That one gets few of the rounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+from dsa_verify.engines import engine_subject
+from dsa_verify.errors import UsageError
+from dsa_verify.geometry import (
+    DISJOINT_GENERATIONS,
+    INDEX_DTYPES,
+    INPUT_VIEWS,
+    LOG_BASES,
+    MAX_SLOTS,
+    PADDED_MODES,
+    TABLE_VIEWS,
+    Geometry,
+)
+from dsa_verify.kpool_rules import SCALED_DOWN_PRESETS
+from dsa_verify.matrix import DCP_SIZES, Config, companion
+from dsa_verify.padded_rules import LOW_RATIOS
+from dsa_verify.schedules import VARIANTS, Indices
+from dsa_verify.systems import DEFAULT_SUBJECT, OWN_TABLES, System
+from fuzz.expansion import Lane, word
+
+SMALL: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+WIDE: Final = {
+    "cpu": (31, 32, 33, 63, 64, 65, *range(95, 130)),
+    "cuda": tuple(32 * k + step for k in range(1, 17) for step in (-1, 0, 1)),
+}
+HUGE: Final = {"cpu": (), "cuda": (4095, 4096, 4097, 4128, 5121)}
+DRAFTS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 16)
+ENGINE_DRAFTS: Final = (2, 3, 4, 6, 8)  # what engines are started with
+DRAFT_STEPS: Final = (2, 3, 4, 5)
+ARCHITECTURES: Final = (90, 100)
+SMALL_CONFIGS: Final = 3  # of a run: capturing costs as much as a thousand rounds on a GPU
+# So that tables of many rows take neither the memory nor the time of the others.
+_CONTEXTS: Final = {"wide": 8192, "huge": 4096}
+HUGE_SHARE: Final = 50  # an ordinary configuration has so many times the rounds of a huge one
+OWN_PIPELINES: Final = "dsa_verify.pipelines."
+_POOLED: Final = ("decode", "target_verify", "draft_extend", "mtp")
+_GAPPED: Final = _POOLED  # systems whose tables may have a gap behind each row
+_INDEXED: Final = (*_POOLED, "ragged_verify")
+# An indexer within reach of the lengths of a scaled-down geometry.
+_SCALED_DOWN: Final[dict[str, object]] = {"multiprocessors": 5, "schedule": "tiny", "plan_rules": "tiny"}
+_POOL: Final = 4
+
+T = TypeVar("T")
+
+
+def configurations(
+    system: System,
+    geometry: Geometry,
+    *,
+    seed: int,
+    rounds: int,
+    device_type: str,
+    subject: str | None = None,
+    batches: Sequence[int] = (),
+    drafts: Sequence[int] = (),
+    fixed: frozenset[str] = frozenset(),
+) -> list[Config]:
+    """What a run of `seed` captures; `rounds` are shared out among all. `fixed` fields of `geometry`, and the `batches`
+    and `drafts` (draft lengths) that are given, are kept to.
+
+    Of an engine's subject only what the diagnostic matrix turns over is drawn, and of anybody's but our own no gap
+    behind the rows of tables, as a copy may ask for none (contract 2.2). UsageError for what contradicts itself.
+    """
+    _refuse(system, geometry, batches, fixed)
+    kinds = ["wide", *("small",) * SMALL_CONFIGS, "huge"]
+    if batches:
+        kinds = ["given"] * (1 + SMALL_CONFIGS)
+    elif not _takes_huge(system, subject, device_type, fixed):
+        kinds.remove("huge")
+    found = []
+    for i, (kind, share) in enumerate(zip(kinds, _shares(rounds, kinds), strict=True)):
+        drawn, buckets = _Draw(
+            system=system,
+            base=geometry,
+            subject=subject,
+            device_type=device_type,
+            batches=tuple(batches),
+            drafts=tuple(drafts),
+            fixed=fixed,
+            seed=seed,
+            index=i,
+            kind=kind,
+        ).config()
+        note = "" if kind == "given" else kind
+        found.append(Config(system=system, geometry=drawn, buckets=buckets, rounds=share, seed=seed, note=note))
+    return found
+
+
+def describe(config: Config) -> str:
+    """All that sets `config` apart, in words."""
+    changes = ", ".join(f"{key} {value}" for key, value in config.geometry.overrides().items())
+    return f"{config.geometry.preset}, buckets {list(config.buckets)}{', ' + changes if changes else ''}"
+
+
+def _refuse(system: System, geometry: Geometry, batches: Sequence[int], fixed: frozenset[str]) -> None:
+    if "draft_tokens" in fixed:
+        remedy = "give the draft lengths with --draft-tokens" if system.drafts else "it has no draft, so leave it out"
+        raise UsageError(f"draft_tokens: is chosen for each configuration of {system.name}; {remedy}")
+    if batches and "request_rows" in fixed and geometry.request_rows <= max(batches):
+        raise UsageError(
+            f"request_rows: {geometry.request_rows} rows are too few for a batch of {max(batches)} requests and the "
+            f"pad request; use {max(batches) + 1} or more"
+        )
+
+
+def _takes_huge(system: System, subject: str | None, device_type: str, fixed: frozenset[str]) -> bool:
+    """Whether more rows than 4,096 are asked of it: the pools of dcp would be too large for that, an engine may say no,
+    and a context or request rows that are fixed may leave no room."""
+    bound = fixed & {"context", "request_rows"}
+    return bool(HUGE[device_type]) and system.name in _INDEXED and engine_subject(subject) is None and not bound
+
+
+def _shares(rounds: int, kinds: Sequence[str]) -> list[int]:
+    """As even as it gets but for huge ones, and in all exactly `rounds`."""
+    weights = [1 if kind == "huge" else HUGE_SHARE for kind in kinds]
+    ends = [rounds * done // sum(weights) for done in itertools.accumulate(weights)]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def deal(values: Sequence[T], position: int, deck: str) -> T:
+    """The card at `position` of a deck of `values` that is shuffled anew each time it has been dealt."""
+    turn, place = divmod(position, len(values))
+    name = zlib.crc32(deck.encode())
+    order = sorted(range(len(values)), key=lambda i: word(turn, name, Lane.CONFIGURATION, i))
+    return values[order[place]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Draw:
+    """One configuration: number `index` of the run of `seed`, of some `kind`, over `base`."""
+
+    system: System
+    base: Geometry
+    subject: str | None
+    device_type: str
+    batches: tuple[int, ...]
+    drafts: tuple[int, ...]
+    fixed: frozenset[str]
+    seed: int
+    index: int
+    kind: str
+
+    def config(self) -> tuple[Geometry, tuple[int, ...]]:
+        """(geometry, buckets)."""
+        geometry = self._apply(self.base, self._context() | self._indexer())
+        geometry = self._apply(geometry, self._of_the_system(geometry) | self._schedule(geometry))
+        card = deal(self._deck, self._turn, f"{self._name} {self.kind}")
+        geometry = geometry.replace(draft_tokens=self._draft_length(geometry, card))
+        buckets = self._buckets(geometry, card)
+        if self._name == "ragged_verify":
+            geometry = self._apply(geometry, {"graph_tokens": self._graph_tokens(geometry, buckets, card)})
+        geometry = self._with_request_rows(geometry, max(buckets))
+        return self._apply(geometry, self._forms(geometry)), buckets
+
+    @property
+    def _name(self) -> str:
+        return self.system.name
+
+    @property
+    def _engine(self) -> bool:
+        """Whether the subject is an engine's."""
+        return engine_subject(self.subject) is not None
+
+    @property
+    def _ours(self) -> bool:
+        """Whether the subject is a pipeline of this project."""
+        return self.system.subjects.get(self.subject or DEFAULT_SUBJECT, "").startswith(OWN_PIPELINES)
+
+    @property
+    def _position(self) -> int:
+        return self.seed * (1 + SMALL_CONFIGS) + self.index
+
+    @property
+    def _turn(self) -> int:
+        """Of the decks of sizes: wide and huge ones are one a run, the others follow each other from run to run."""
+        if self.kind == "small":
+            return self.seed * SMALL_CONFIGS + self.index - 1
+        return self._position if self.kind == "given" else self.seed
+
+    @property
+    def _deck(self) -> Sequence[int]:
+        """Sizes: captured rows of wide and huge ones, requests of others."""
+        if self.kind == "given":
+            return self.batches
+        return {"wide": WIDE[self.device_type], "huge": HUGE[self.device_type]}.get(self.kind, SMALL)
+
+    @property
+    def _drafts(self) -> tuple[int, ...]:
+        return self.drafts or (ENGINE_DRAFTS if self._engine else DRAFTS)
+
+    @property
+    def _counts_rows(self) -> bool:
+        return self.kind in ("wide", "huge")
+
+    def _apply(self, geometry: Geometry, changes: Mapping[str, object]) -> Geometry:
+        return geometry.replace(**{name: value for name, value in changes.items() if name not in self.fixed})
+
+    def _is_legal(self, geometry: Geometry, changes: Mapping[str, object]) -> bool:
+        """Whether `geometry` takes `changes` beside what is fixed."""
+        try:
+            self._apply(geometry, changes)
+        except UsageError:
+            return False
+        return True
+
+    def _deal(self, deck: str, values: Sequence[T]) -> T:
+        return deal(values, self._position, f"{self._name} {deck}")
+
+    # What is captured ------------------------------------------------------------------------------------------------
+
+    def _draft_length(self, geometry: Geometry, card: int) -> int:
+        """One that divides the rows that are wanted, where there is one."""
+        if not self.system.drafts:
+            return 1
+        usable = [n for n in self._drafts if self._usable(n, geometry)] or [min(self._drafts)]
+        if not self._counts_rows or self._name == "ragged_verify":
+            return self._deal("draft_tokens", usable)
+        whole = [n for n in usable if not card % self._per_request(n, geometry)]
+        return deal(whole or usable, self._turn, f"{self._name} {self.kind} draft_tokens")
+
+    def _per_request(self, n: int, geometry: Geometry) -> int:
+        """Token rows of a request."""
+        if self._name == "padded":
+            return {"decode": 1, "draft_block": n - 1}.get(geometry.padded_mode, n)
+        return n
+
+    def _usable(self, n: int, geometry: Geometry) -> bool:
+        """Whether requests with drafts of `n` tokens fit the context, and the mode has such drafts."""
+        fits = 2 * n + geometry.pool_size <= geometry.context and self._per_request(n, geometry) > 0
+        return fits and self._is_legal(geometry, {"draft_tokens": n})
+
+    def _buckets(self, geometry: Geometry, card: int) -> tuple[int, ...]:
+        """The one whose turn it is, and one that it is interleaved with."""
+        n, most = geometry.draft_tokens, self._most(geometry)
+        main, ragged = card, self._name == "ragged_verify"
+        if self._counts_rows:
+            main = -(-card // n) if ragged else max(card // self._per_request(n, geometry), 1)
+        if self.kind == "given":
+            most = max(most, main)
+        main = min(main, most)
+        other = companion(main)
+        if ragged:
+            # With as many token rows in both graphs, only the request slots tell them apart (contract 9).
+            slots = card if self._counts_rows else main * n
+            other = self._deal("slots", [slots] if self._engine else [slots, companion(main)])
+        return tuple(dict.fromkeys((main, min(other, most))))
+
+    def _most(self, geometry: Geometry) -> int:
+        """Requests of one batch at most, all with rows of their own: what the pool's slots leave room for."""
+        if "request_rows" in self.fixed:
+            return geometry.request_rows - 1
+        page = geometry.allocator_page
+        space = 1 << (MAX_SLOTS // page - geometry.first_page).bit_length() - 1
+        return max(space // (DISJOINT_GENERATIONS * geometry.pages_per_row) - 1, 1)
+
+    def _graph_tokens(self, geometry: Geometry, buckets: Sequence[int], card: int) -> int:
+        """As many as all requests of the first bucket could verify, or as few as there are slots, or between, or
+        whatever each bucket makes of it (0)."""
+        full, least = buckets[0] * geometry.draft_tokens, max(buckets)
+        if self._counts_rows:
+            return max(min(card, full), least)
+        if self._engine:
+            return max(full, least)
+        return self._deal("graph_tokens", (max(full, least), least, max((full + least) // 2, least), 0))
+
+    def _with_request_rows(self, geometry: Geometry, widest: int) -> Geometry:
+        """As few as a full batch needs, or many."""
+        if "request_rows" in self.fixed:
+            return geometry
+        few, many = widest + 1, max(self.base.request_rows, 2 * widest + 1)
+        wanted = self._deal("request_rows", (few, many))
+        return geometry.replace(request_rows=max(few, min(wanted, self._most(geometry) + 1)))
+
+    # What it looks like ----------------------------------------------------------------------------------------------
+
+    def _context(self) -> dict[str, object]:
+        if self._engine or self.kind not in _CONTEXTS:
+            return {}
+        return {"context": min(_CONTEXTS[self.kind], self.base.context)}
+
+    def _indexer(self) -> dict[str, object]:
+        """None, one, or one over pools, where the run has not said which; huge batches always have one."""
+        base, fixed = self.base, self.fixed
+        if not self._ours or base.indexer or fixed & {"indexer", "pool_size"} or self._name not in _INDEXED:
+            return {}
+        flat = {"indexer": True, **(_SCALED_DOWN if base.preset in SCALED_DOWN_PRESETS else {})}
+        pooled = {**flat, "pool_size": _POOL} if self._name in _POOLED else flat
+        kinds = [kind for kind in (flat, pooled) if self._is_legal(base, kind)]
+        return self._deal("indexer", kinds if self.kind == "huge" else [{}, *kinds])
+
+    def _schedule(self, geometry: Geometry) -> dict[str, object]:
+        """The architecture where fields turn at it, and a schedule variant that it has."""
+        if not self._ours or "architecture" in self.fixed:
+            return {}
+        if not geometry.indexer:
+            has = self._name == "target_verify"
+            return {"architecture": self._deal("architecture", ARCHITECTURES)} if has else {}
+        if "schedule" in self.fixed:
+            known = [each for each in ARCHITECTURES if each in VARIANTS[geometry.schedule].architectures]
+            return {"architecture": self._deal("architecture", known)} if known else {}
+        architecture = self._deal("architecture", ARCHITECTURES)
+        split = VARIANTS[geometry.schedule].split
+        variants = [
+            each.name
+            for each in VARIANTS.values()
+            if architecture in each.architectures and each.split == split and each.max_next_n is None
+            if 2 in each.context_dims and each.indices is not Indices.MANDATORY
+        ]
+        return {"architecture": architecture, "schedule": self._deal(f"schedule of {architecture}", variants)}
+
+    def _of_the_system(self, geometry: Geometry) -> dict[str, object]:
+        found: dict[str, object] = {}
+        if self._name == "dcp":
+            # Pools are refused with several ranks (contract 8.8).
+            sizes = [
+                size for size in DCP_SIZES if geometry.pool_size == 1 and self._is_legal(geometry, {"dcp_size": size})
+            ]
+            found = {"dcp_size": self._deal("dcp_size", sizes or [1]), "log_base": self._deal("log_base", LOG_BASES)}
+            if not self._engine:
+                found["dcp_block"] = self._deal("dcp_block", (1, geometry.page_size))
+        if self._name == "padded":
+            # A draft block of one token holds none of them.
+            modes = [mode for mode in PADDED_MODES if mode != "draft_block" or max(self._drafts) > 1]
+            found = {"padded_mode": self._deal("padded_mode", modes)}
+            if not self._engine:
+                ratios = geometry.page_size % max(LOW_RATIOS) == 0
+                found["low_ratios"] = ratios and self._deal("low_ratios", (False, True))
+                floors = (0, 1, geometry.page_size - 1, geometry.context // 2)
+                found["replay_floor"] = self._deal("replay_floor", floors)
+        if self._name == "mtp" and not self._engine:
+            found = {"draft_steps": self._deal("draft_steps", DRAFT_STEPS)}
+        return found
+
+    def _forms(self, geometry: Geometry) -> dict[str, object]:
+        found: dict[str, object] = {
+            "index_dtype": self._deal("index_dtype", INDEX_DTYPES),
+            "input_view": self._deal("input_view", INPUT_VIEWS),
+        }
+        if OWN_TABLES not in self.fixed:
+            found["table_width"] = self._deal("table_width", _widths(geometry))
+        if self._ours and self._name in _GAPPED:
+            found["table_view"] = self._deal("table_view", TABLE_VIEWS)
+        return found
+
+
+def _widths(geometry: Geometry) -> tuple[int, ...]:
+    """The context; narrower ones (contract 1.6), odd so that no page and no block divides it, and of whole pages."""
+    whole = max(geometry.context // 2 // geometry.page_size, 1) * geometry.page_size
+    return 0, geometry.context * 2 // 3 | 1, min(whole, geometry.context)
+
+
+def visited(config: Config) -> dict[str, Any]:
+    """For JSON: preset, buckets, and the fields of the geometry that are not as in the preset."""
+    geometry = config.geometry
+    return {"preset": geometry.preset, "buckets": list(config.buckets), "geometry": geometry.overrides()}
