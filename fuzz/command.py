@@ -30,7 +30,7 @@ from dsa_verify.scenario import read_case
 from dsa_verify.systems import DEFAULT_SUBJECT, System, get_system, settled_geometry, systems_to_run
 from dsa_verify.waivers import Ledger, choose_ledger
 from dsa_verify.whole_files import reason_of, write_whole
-from fuzz.configurations import configurations, describe, visited
+from fuzz.configurations import configurations, describe, share_out, visited
 from fuzz.coverage import Coverage, say
 from fuzz.explain import explain
 from fuzz.fuzzer import FuzzResult, fuzz
@@ -70,7 +70,7 @@ def run(options: Options, device: torch.device) -> int:
     backend = open_backend(device)
     names = systems_to_run(options.systems, options.subject)
     rounds = options.rounds if options.rounds is not None else ROUNDS[device.type]
-    plan = [(get_system(name), _configs(get_system(name), rounds, options, device)) for name in names]
+    plan = [(get_system(name), _configs(get_system(name), rounds, options, backend)) for name in names]
     ledger = choose_ledger(options.waivers, options.no_waivers)
     ledger.refuse_if_idle([(name, options.subject or DEFAULT_SUBJECT) for name in names])
     runs: list[Run] = []
@@ -95,15 +95,16 @@ def run(options: Options, device: torch.device) -> int:
     return status
 
 
-def _configs(system: System, rounds: int, options: Options, device: torch.device) -> list[Config]:
+def _configs(system: System, rounds: int, options: Options, backend: Backend) -> list[Config]:
     """What is captured: another few with another seed, as far as the options leave it open."""
+    device = backend.device
     settings = parse_settings(options.settings)
     if options.drafts and not system.drafts and options.systems:
         raise UsageError(f"--draft-tokens: has no effect in {system.name}, which has no draft; leave it out")
     geometry, fixed = settled_geometry(system, options.subject, device.type, options.preset, settings)
     if options.preset is not None:
         fixed |= {"indexer"}  # which is what the names of presets tell apart
-    return configurations(
+    found = configurations(
         system,
         geometry,
         seed=options.seed,
@@ -114,6 +115,24 @@ def _configs(system: System, rounds: int, options: Options, device: torch.device
         drafts=options.drafts if system.drafts else (),
         fixed=fixed,
     )
+    return found if options.fault is None else _with_the_fault(found, rounds, options, backend)
+
+
+def _with_the_fault(configs: Sequence[Config], rounds: int, options: Options, backend: Backend) -> list[Config]:
+    """Those of `configs` in which the fault has what it spoils, for all the rounds; UsageError if it has it in none."""
+    found, refusals = list[Config](), list[UsageError]()
+    for config in configs:
+        try:
+            Job.make(
+                config.system, config.geometry, config.buckets, options.seed, options.subject, options.fault, backend
+            )
+            found.append(config)
+        except UsageError as error:
+            refusals.append(error)
+    if not found:
+        raise refusals[0]
+    shares = share_out(rounds, [config.rounds for config in found])
+    return [dataclasses.replace(config, rounds=share) for config, share in zip(found, shares, strict=True)]
 
 
 def _fuzz_system(

@@ -86,7 +86,8 @@ def configurations(
     elif not _takes_huge(system, subject, device_type, fixed):
         kinds.remove("huge")
     found = []
-    for i, (kind, share) in enumerate(zip(kinds, _shares(rounds, kinds), strict=True)):
+    shares = share_out(rounds, [1 if kind == "huge" else HUGE_SHARE for kind in kinds])
+    for i, (kind, share) in enumerate(zip(kinds, shares, strict=True)):
         drawn, buckets = _Draw(
             system=system,
             base=geometry,
@@ -128,9 +129,8 @@ def _takes_huge(system: System, subject: str | None, device_type: str, fixed: fr
     return bool(HUGE[device_type]) and system.name in _INDEXED and engine_subject(subject) is None and not bound
 
 
-def _shares(rounds: int, kinds: Sequence[str]) -> list[int]:
-    """As even as it gets but for huge ones, and in all exactly `rounds`."""
-    weights = [1 if kind == "huge" else HUGE_SHARE for kind in kinds]
+def share_out(rounds: int, weights: Sequence[int]) -> list[int]:
+    """`rounds` by `weights`, of which one is above 0; in all exactly `rounds`."""
     ends = [rounds * done // sum(weights) for done in itertools.accumulate(weights)]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 

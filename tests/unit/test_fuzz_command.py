@@ -41,7 +41,7 @@ class WrongUntil(EagerDecode):
         self.out["cache_seqlens_int32"].add_(int(self._wrong))
 
 
-def run(folder: Path, **changes: Any) -> tuple[int, dict[str, Any]]:
+def options_of(folder: Path, **changes: Any) -> command.Options:
     options = command.Options(
         systems=("decode",),
         preset="tiny",
@@ -58,7 +58,11 @@ def run(folder: Path, **changes: Any) -> tuple[int, dict[str, Any]]:
         json_path=folder / "result.json",
         folder=folder,
     )
-    status = command.run(dataclasses.replace(options, **changes), DEVICE)
+    return dataclasses.replace(options, **changes)
+
+
+def run(folder: Path, **changes: Any) -> tuple[int, dict[str, Any]]:
+    status = command.run(options_of(folder, **changes), DEVICE)
     return status, json.loads((folder / "result.json").read_text())
 
 
@@ -129,6 +133,29 @@ def test_a_finding_that_does_not_show_again_stands(
     assert "FOUND in decode" in found
     assert coverage.startswith("the case does not show ")
     assert "rounds requested 100, executed " in coverage
+
+
+@pytest.mark.parametrize(
+    "system, fault, preset", [("mtp", "stale_draft_steps", "tiny_pool"), ("dcp", "wrong_owner:rank2_packed", "tiny")]
+)
+def test_a_fault_is_planted_in_the_configurations_that_have_what_it_spoils(
+    tmp_path: Path, system: str, fault: str, preset: str
+) -> None:
+    """Draft steps that are copied three at once, a third rank: not all that are drawn have them."""
+    known = SYSTEMS[system]
+    options = options_of(tmp_path, fault=fault, preset=preset, subject=None, batches=(), settings=())
+    drawn = command._configs(known, 60, dataclasses.replace(options, fault=None), backend())
+    found = command._configs(known, 60, options, backend())
+    assert sum(config.rounds for config in found) == 60
+    assert [config.geometry for config in found] == [
+        config.geometry
+        for config in drawn
+        if (config.geometry.dcp_size > 2 if system == "dcp" else config.geometry.draft_steps > 3)
+    ]
+    assert 0 < len(found) < len(drawn)
+    without = ("dcp_size=1",) if system == "dcp" else ("draft_steps=2",)
+    with pytest.raises(UsageError, match="fault"):
+        command._configs(known, 60, dataclasses.replace(options, settings=without), backend())
 
 
 class WrongInTheEnd(EagerDecode):
