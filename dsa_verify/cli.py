@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from dsa_verify import errors
+from dsa_verify.case_file import check_case
 from dsa_verify.delivered import LINGER_S, TIMEOUT_S, can_supervise, deliver, left_threads, supervise
 from dsa_verify.report.files import check_file, check_folder
 from dsa_verify.report.streams import lasting_streams
@@ -44,7 +45,7 @@ def cli() -> None:
 
 
 class _Checked(click.ParamType):
-    """A path that `check` finds writable before anything runs, and before anything heavy is imported. A default, which
+    """A path that `check` finds usable before anything runs, and before anything heavy is imported. A default, which
     is a Path, is not checked: who named no folder wants to know what is found, wherever that can be written."""
 
     def __init__(self, name: str, check: Callable[[str], Path]):
@@ -61,6 +62,7 @@ class _Checked(click.ParamType):
 
 _FILE = _Checked("file", check_file)
 _FOLDER = _Checked("folder", check_folder)
+_CASE = _Checked("case", check_case)
 
 
 def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -150,7 +152,7 @@ _timeout_option = click.option(
 
 
 @cli.command(epilog=STATUSES)
-@click.argument("cases", nargs=-1, metavar="[CASE]...", type=click.Path(path_type=Path))
+@click.argument("cases", nargs=-1, metavar="[CASE]...", type=_CASE)
 @click.option(
     "--system",
     "systems",
@@ -170,6 +172,11 @@ _timeout_option = click.option(
     "elements apart, tables of more than 2**31 elements, 32 empty requests; of dcp pools of more than 2**31 words.",
 )
 @click.option("--keep-going", is_flag=True, help="Go on to the next configuration after a finding.")
+@click.option(
+    "--trust",
+    is_flag=True,
+    help="Run the code that a CASE names, though it is neither shipped nor installed; --subject names it instead.",
+)
 @click.option("--junit", "junit_path", type=_FILE, help="Write JUnit XML there.")
 @_output_options
 @_timeout_option

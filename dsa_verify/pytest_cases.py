@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
+from dsa_verify.case_file import check_case
+from dsa_verify.errors import UsageError
+
 if TYPE_CHECKING:
     from dsa_verify.verification import Verification
 
@@ -53,6 +56,12 @@ def collect_folder(config: pytest.Config, verification: VerificationOf) -> None:
     folder = _absolute(start / given)
     if not folder.is_dir():
         raise pytest.UsageError(f"{OPTION}: {given} is not a folder; create it and put case files (*{SUFFIX}) there")
+    for path in folder.glob(f"*{SUFFIX}"):
+        if not path.is_dir() and not path.is_file():  # which pytest would pass over without a word
+            try:
+                check_case(path)
+            except UsageError as error:
+                raise pytest.UsageError(f"{OPTION}: {error}") from None
     if not any(folder.glob(f"*{SUFFIX}")):
         raise pytest.UsageError(f"{OPTION}: {given} holds no *{SUFFIX}, so nothing would be replayed; put a case there")
     # Where `dsa-verify replay` finds the subjects that cases name; last, so that it hides nothing from the tests.
@@ -80,7 +89,8 @@ class CaseFile(pytest.File):
 
 
 class CaseItem(pytest.Item):
-    """Replays its case with the subject that it names; fails as `dsa.case` does, and if the case cannot be read."""
+    """Replays its case with the subject that it names; fails as `dsa.case` does, and if the case cannot be read or
+    names code that nobody has said may run."""
 
     def __init__(self, *, verification: VerificationOf, **rest: Any):
         super().__init__(**rest)
@@ -89,9 +99,10 @@ class CaseItem(pytest.Item):
     def runtest(self) -> None:
         __tracebackhide__ = True
         try:
+            check_case(self.path)  # before what verifies it imports torch
             self._verification(self.session).case(self.path)
-        except pytest.UsageError as error:
-            pytest.fail(str(error), pytrace=False)
+        except (UsageError, pytest.UsageError) as error:
+            raise pytest.fail.Exception(str(error), pytrace=False) from None  # not said twice
 
     def reportinfo(self) -> tuple[Path, int, str]:
         # A skip is reported with a line, so there has to be one.

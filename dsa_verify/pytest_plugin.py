@@ -113,6 +113,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the tests in the process that was started: one that a subject ends may then look green",
     )
+    group.addoption(
+        "--dsa-trust",
+        action="store_true",
+        help="run the code that cases name, though it is neither shipped nor installed; dsa_trust lists it instead",
+    )
+    parser.addini("dsa_trust", "subjects (module:attribute) that cases may name, one a line", type="linelist")
 
 
 def _device(text: str) -> str:
@@ -223,6 +229,7 @@ def _open_verification(session: pytest.Session) -> Verification:
         folder=option.dsa_findings,
         session=Session(directory=config.invocation_params.dir, on_run=on_run, rerun=lambda: _rerun(config), stop=stop),
         ledger=ledger,
+        trusts=lambda name: option.dsa_trust or name in config.getini("dsa_trust"),
     )
 
 
@@ -244,6 +251,7 @@ def _rerun(config: pytest.Config) -> str:
     }
     given = [f"--dsa-{name}={value}" for name, value in options.items() if value is not None]
     given += ["--dsa-no-waivers"] if config.option.dsa_no_waivers else []
+    given += ["--dsa-trust"] if config.option.dsa_trust else []
     return shlex.join(["pytest", file + colons + test, *given])
 
 

@@ -59,7 +59,7 @@ from dsa_verify.regions import (
     private_fields,
 )
 from dsa_verify.rounds import RoundTable
-from dsa_verify.subject import Buffers, Inputs, Routed, Subject, SubjectFactory, current_outputs
+from dsa_verify.subject import Buffers, Inputs, Routed, Subject, SubjectFactory, current_outputs, make_subject
 from dsa_verify.systems import System
 from dsa_verify.torch_state import TorchState
 from dsa_verify.waived_words import WaivedWords
@@ -562,7 +562,7 @@ class Replayer:
         bucket, state = layout.bucket, TorchState.now()
         self._enter(stage := progress.CONSTRUCT, bucket)
         try:
-            subject = factory()
+            subject = make_subject(factory)
             self._back(stage, bucket, state)
             self._enter(stage := progress.ALLOCATE, bucket)
             subject.allocate(self.geometry, inputs, buffers)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from dsa_verify.case_file import cannot_be_read, check_case
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import MAX_BATCH, PRESETS, Geometry
 from dsa_verify.kpool_rules import check_lengths
@@ -92,12 +93,16 @@ class Scenario:
 
 
 def read_case(path: Path) -> Scenario:
-    """The scenario in `path`; UsageError with one line if it is not a valid case."""
+    """The scenario in `path`; UsageError with one line if it is not a valid case.
+
+    The subject that it names is not looked up. Whoever replays the case decides whether to run it (trust.py).
+    """
+    check_case(path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"{path}: cannot be read as a case file ({reason}); give the path of a JSON text") from error
+        raise cannot_be_read(path, reason) from error
     try:
         return parse_case(text, name=path.stem)
     except UsageError as error:

@@ -7,10 +7,12 @@ warm-up and once under capture; then, for every round, `before_replay` and a rep
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
+import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 
@@ -145,6 +147,45 @@ def current_outputs(subject: Subject, buffers: Buffers) -> Mapping[str, torch.Te
     """What a consumer would read now: the subject's own `outputs()`, or the buffers it was given."""
     own = getattr(subject, "outputs", None)
     return buffers if own is None else own()
+
+
+_NEEDED: Final = ("allocate", "in_graph")
+
+
+def check_factory(label: str, factory: object) -> None:
+    """UsageError unless `factory`, which `label` names, is a class of subjects, or a function, which may make them.
+
+    It is called without arguments, so anything that a name happens to lead to must not pass: no builtin, no instance.
+    """
+    maker = factory
+    while isinstance(maker, functools.partial):
+        maker = maker.func
+    if isinstance(maker, type):
+        if missing := _missing(maker):
+            raise UsageError(
+                f"subject {label!r} is a class without {missing}; name one that has allocate, before_replay and "
+                "in_graph, or a function that makes such a subject"
+            )
+    elif not (inspect.isfunction(maker) or inspect.ismethod(maker)):
+        raise UsageError(
+            f"subject {label!r} is a {type(factory).__name__}, not a class or function; "
+            "name something that returns a new subject when called without arguments"
+        )
+
+
+def make_subject(factory: SubjectFactory) -> Subject:
+    """A new subject; UsageError if `factory` has made something else."""
+    subject = factory()
+    if missing := _missing(subject):
+        raise UsageError(
+            f"{getattr(factory, '__qualname__', repr(factory))} made a {type(subject).__name__}, which has no "
+            f"{missing}; return a new subject, which has allocate, before_replay and in_graph"
+        )
+    return subject
+
+
+def _missing(subject: object) -> str:
+    return " and no ".join(name for name in _NEEDED if not callable(getattr(subject, name, None)))
 
 
 def load_attribute(reference: str) -> Any:

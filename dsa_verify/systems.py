@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -17,9 +16,9 @@ from dsa_verify.engines import check_system, engine_subject
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import Geometry
 from dsa_verify.layouts import basic, dcp, mtp, padded, ragged_verify
-from dsa_verify.subject import Subject, SubjectFactory, load_attribute
+from dsa_verify.subject import Subject, SubjectFactory, check_factory, load_attribute
+from dsa_verify.trust import installed_subjects
 
-ENTRY_POINT_GROUP: Final = "dsa_verify.subjects"
 DEFAULT_SUBJECT: Final = "triton"
 # Among the settled fields of an engine's subject: its tables are as wide as its own code makes them. Not `table_width`
 # itself, which edges set.
@@ -188,7 +187,11 @@ def _is_ours(system: System, subject: object) -> bool:
 
 
 def subject_factory(system: System, reference: str | None) -> tuple[str, SubjectFactory]:
-    """(label, factory) of a shipped name, an engine's subject, an installed entry point or `module:attribute`."""
+    """(label, factory) of a shipped name, an engine's subject, an installed entry point or `module:attribute`.
+
+    UsageError for a name of nothing, or of something that makes no subjects. What is named is imported, so a name that
+    comes out of a case is checked first (trust.py).
+    """
     label = DEFAULT_SUBJECT if reference is None else reference
     engine = engine_subject(label)
     if engine is not None:
@@ -199,7 +202,7 @@ def subject_factory(system: System, reference: str | None) -> tuple[str, Subject
     elif ":" in label:
         factory = load_attribute(label)
     else:
-        installed = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+        installed = installed_subjects()
         if label not in installed:
             known = ", ".join([*system.subjects, *installed])
             raise UsageError(
@@ -207,9 +210,5 @@ def subject_factory(system: System, reference: str | None) -> tuple[str, Subject
             )
         point = installed[label]
         factory = load_attribute(f"{point.module}:{point.attr}")
-    if not callable(factory):
-        raise UsageError(
-            f"subject {label!r} is a {type(factory).__name__}, not a class or function; "
-            "name something that returns a new subject when called without arguments"
-        )
+    check_factory(label, factory)
     return label, factory

@@ -23,6 +23,7 @@ from dsa_verify.matrix import Config, diagnostic_matrix
 from dsa_verify.runs import Run, Runner, Subject, open_run
 from dsa_verify.scenario import read_case
 from dsa_verify.systems import get_system, settled_geometry
+from dsa_verify.trust import check_trust
 from dsa_verify.waivers import NO_WAIVERS, Ledger, beyond, rounds_by_waiver
 
 # A small part of the matrix: a test of one's own pipeline should end within seconds.
@@ -30,6 +31,7 @@ TEST_BATCHES: Final = (1, 4)
 TEST_DRAFTS: Final = (2, 4)
 # Of the inputs: each is part of every verification, however few configurations it has.
 HARD_FORMS: Final[dict[str, str]] = {"input_view": "strided", "index_dtype": "int32"}
+TRUST_REMEDY: Final = "list it under dsa_trust in the ini file, give --dsa-trust, or give dsa.case a subject"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,8 @@ class Verification:
 
     `preset`, `rounds` (a configuration) and `seed` are what `verify` uses where it is not told otherwise (None: what
     the system has); cases of findings go to `folder`, relative to the session's directory. `ledger`: the known
-    differences. `rounds_checked` counts those of this process.
+    differences. `trusts(name)`: whether a case may name code that is neither shipped nor installed. `rounds_checked`
+    counts those of this process.
     """
 
     def __init__(
@@ -60,12 +63,13 @@ class Verification:
         folder: Path,
         session: Session,
         ledger: Ledger = NO_WAIVERS,
+        trusts: Callable[[str], bool] = lambda name: False,
     ):
         self.device = device
         self.preset, self.rounds = preset, rounds
         self.seed = seed
         self.rounds_checked = 0
-        self._folder, self._ledger = folder, ledger
+        self._folder, self._ledger, self._trusts = folder, ledger, trusts
         self._session = session
         self._backend = open_backend(device)
 
@@ -97,10 +101,15 @@ class Verification:
         return self._finish(run, lambda runner: runner.matrix(configs, subject, run))
 
     def case(self, path: str | Path, subject: Subject = None) -> Run:
-        """Replay the case file `path`, with `subject` instead of the one it names; fails and raises as `verify`."""
+        """Replay the case file `path`, with `subject` instead of the one it names; fails and raises as `verify`.
+
+        Also pytest.UsageError if the case names code that nobody has said may run (docs/pytest-plugin.md).
+        """
         __tracebackhide__ = True
         try:
             scenario = read_case(Path(path))
+            if subject is None and not (scenario.subject and self._trusts(scenario.subject)):
+                check_trust(get_system(scenario.system), scenario.subject, TRUST_REMEDY)
             run = self._open(scenario.system, subject if subject is not None else scenario.subject)
         except UsageError as error:
             raise pytest.UsageError(str(error)) from None

@@ -32,7 +32,8 @@ from dsa_verify.regions import Kind
 from dsa_verify.replayer import Lane, Replayer, SubjectFault
 from dsa_verify.rounds import RoundTable
 from dsa_verify.scenario import Round, Scenario
-from dsa_verify.waivers import WaiverUse
+from dsa_verify.trust import subject_options
+from dsa_verify.waivers import Ledger, WaiverUse
 from dsa_verify.whole_files import reason_of, write_whole
 
 # How many of the last rounds a case keeps: the fewest that show the finding again.
@@ -273,8 +274,13 @@ def _with_case(finding: Finding, job: Job, rounds: Sequence[Round], folder: Path
         return dataclasses.replace(finding, not_saved=reason_of(error))
     if path is None:
         return finding
-    command = shlex.join(["dsa-verify", "replay", str(path), *job.ledger.options])
+    command = replay_command(path, job.subject, job.ledger)
     return dataclasses.replace(finding, case=str(path), reproduce=command)
+
+
+def replay_command(case: Path, subject: str | None, ledger: Ledger) -> str:
+    """What to type to replay `case`, which names `subject`, with the waivers of `ledger`."""
+    return shlex.join(["dsa-verify", "replay", str(case), *subject_options(subject), *ledger.options])
 
 
 def _stem(finding: Finding) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from dsa_verify.report.terminal import Terminal
 from dsa_verify.runs import Outcome, Run, open_run, status_of
 from dsa_verify.scenario import read_case
 from dsa_verify.systems import DEFAULT_SUBJECT, System, get_system, settled_geometry, systems_to_run
+from dsa_verify.verify import replay_command
 from dsa_verify.waivers import Ledger, choose_ledger
 from dsa_verify.whole_files import reason_of, write_whole
 from fuzz.configurations import configurations, describe, share_out, visited
@@ -225,7 +225,7 @@ def _make_small(
     if lost:
         terminal.say(f"  the small case could not be saved: {lost}")
         return [facts]
-    terminal.say(f"  reproduce: {shlex.join(['dsa-verify', 'replay', str(path), *ledger.options])}")
+    terminal.say(f"  reproduce: {replay_command(path, small.scenario.subject, ledger)}")
     return [facts]
 
 

@@ -15,6 +15,7 @@ from dsa_verify.engines import check_system
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import MAX_BATCH, MAX_DRAFT_TOKENS, PRESETS
 from dsa_verify.scenario import KNOWN_SYSTEMS
+from dsa_verify.trust import subject_options
 from fuzz.shard_folder import read_json, write_json
 
 PLAN_SCHEMA: Final = 1
@@ -86,10 +87,12 @@ class Plan:
         return {"schema": PLAN_SCHEMA, **dataclasses.asdict(self)}
 
     def replay_options(self, root: Path) -> list[str]:
-        """The words with which `dsa-verify replay` waives what this plan does, in the campaign of `root`."""
+        """The words with which `dsa-verify replay` runs the subject that this plan names, and waives what it does, in
+        the campaign of `root`."""
+        words = subject_options(self.subject)
         if self.waivers is None:
-            return []
-        return ["--waivers", str(root / LEDGER_FILE)] if self.waivers else ["--no-waivers"]
+            return words
+        return [*words, "--waivers", str(root / LEDGER_FILE)] if self.waivers else [*words, "--no-waivers"]
 
     def shard(self, number: int) -> ShardSpec:
         return ShardSpec(plan=self, number=number)

@@ -28,6 +28,7 @@ from dsa_verify.rounds import tabulate
 from dsa_verify.scenario import Scenario, read_case
 from dsa_verify.subject import provenance
 from dsa_verify.systems import get_system, settled_geometry
+from dsa_verify.trust import check_trust
 from dsa_verify.verify import Counts
 from dsa_verify.waivers import Ledger, check_names, choose_ledger, parse_ledger
 from dsa_verify.whole_files import write_whole
@@ -35,11 +36,12 @@ from fuzz.coverage import Coverage
 from fuzz.fuzzer import fuzz
 from fuzz.journal import Journal, JournalledJob, Stopped
 from fuzz.plan import LEDGER_FILE, Plan, ShardSpec
-from fuzz.shard import CaseNotSaved, ShardResult
+from fuzz.shard import SPEC_FILE, CaseNotSaved, ShardResult
 from fuzz.shard_folder import (
     FindingKey,
     FindingRecord,
     campaign_root,
+    read_json,
     shard_folder,
     shard_numbers,
 )
@@ -346,6 +348,9 @@ def _applies(name: str, spec: ShardSpec, job: JournalledJob) -> bool:
 def replay_step_by_step(case_path: Path, folder: Path, device: torch.device) -> None:
     """Replay the case one round at a time; the progress in `folder` then says in which round the process ended."""
     case, journal = read_case(case_path), Journal(folder)
+    spec = ShardSpec.from_dict(read_json(folder.parent / SPEC_FILE) or {})
+    if case.subject != spec.plan.subject:  # which is trusted: whoever runs the campaign has named it
+        check_trust(get_system(case.system), case.subject, "name it in the plan")
     job = Job.make(
         get_system(case.system),
         case.geometry,

@@ -22,6 +22,7 @@ from dsa_verify.report.terminal import Terminal
 from dsa_verify.runs import Run, Runner, open_run, status_of
 from dsa_verify.scenario import Scenario, read_case
 from dsa_verify.systems import DEFAULT_SUBJECT, get_system, settled_geometry, systems_to_run
+from dsa_verify.trust import check_trust
 from dsa_verify.waivers import choose_ledger
 
 # Options that shape the matrix, by attribute of Options, and what they are where they are not given.
@@ -58,6 +59,7 @@ class Options:
     waivers: Path | None = None
     no_waivers: bool = False
     edges: bool = False
+    trust: bool = False
 
 
 def run(options: Options, device: torch.device) -> int:
@@ -68,6 +70,8 @@ def run(options: Options, device: torch.device) -> int:
         raise UsageError(f"--junit {options.junit_path}: is the file of --json, too; name another one")
     scenarios = [read_case(path) for path in options.cases]
     plan = _cases_plan(options, scenarios) if scenarios else _matrix_plan(options, backend)
+    if options.trust and (not scenarios or options.subject is not None):
+        raise UsageError("--trust: has no effect without a CASE, or where --subject names what runs; leave it out")
     ledger = choose_ledger(options.waivers, options.no_waivers)
     ledger.refuse_if_idle([(item.system, item.subject(options) or DEFAULT_SUBJECT) for item in plan])
     runs: list[Run] = []
@@ -154,6 +158,11 @@ def _cases_plan(options: Options, scenarios: Sequence[Scenario]) -> list[_Case]:
     for name, (flag, absent) in MATRIX_FLAGS.items():
         if getattr(options, name) != absent:
             raise UsageError(f"{flag}: has no effect with a CASE, which says it itself; edit the case, or leave it out")
+    for scenario in scenarios if options.subject is None and not options.trust else ():
+        try:
+            check_trust(get_system(scenario.system), scenario.subject)
+        except UsageError as error:
+            raise UsageError(f"{scenario.name}: {error}") from None
     return [_Case(scenario=scenario) for scenario in scenarios]
 
 

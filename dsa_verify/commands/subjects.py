@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 
 import click
 import torch
@@ -12,14 +11,15 @@ import torch
 from dsa_verify.engines import EngineSubject, check_device, engine_subjects
 from dsa_verify.errors import NothingVerified, UsageError
 from dsa_verify.subject import load_attribute, provenance
-from dsa_verify.systems import ENTRY_POINT_GROUP, SYSTEMS
+from dsa_verify.systems import SYSTEMS
+from dsa_verify.trust import installed_subjects
 
 
 def run(device: torch.device) -> None:
     """Print the shipped subjects of each system, those of installed packages, then those of each engine."""
     for system in SYSTEMS.values():
         click.echo(f"{system.name:<14} {', '.join(system.subjects)}")
-    for point in entry_points(group=ENTRY_POINT_GROUP):
+    for point in installed_subjects().values():
         click.echo(f"{'installed':<14} {point.name} ({point.value})")
     by_engine: dict[str, list[EngineSubject]] = {}
     for subject in engine_subjects():

@@ -17,7 +17,7 @@ from dsa_verify.faults import conduct, dcp, inputs, outputs
 from dsa_verify.faults.wrapper import Wrapper
 from dsa_verify.findings import Diagnosis
 from dsa_verify.static_inputs import static_inputs
-from dsa_verify.subject import Subject, SubjectFactory
+from dsa_verify.subject import Subject, SubjectFactory, make_subject
 
 _ALL: Final = ("decode", "target_verify", "draft_extend")
 _DRAFTS: Final = ("target_verify", "draft_extend")
@@ -331,7 +331,7 @@ def plant(reference: str, factory: SubjectFactory, system: str | None = None) ->
     siblings: list[Wrapper] = []
 
     def make() -> Subject:
-        wrapper = fault.wrap(factory(), "" if fault.of_input else field)
+        wrapper = fault.wrap(make_subject(factory), "" if fault.of_input else field)
         wrapper.siblings = siblings
         siblings.append(wrapper)
         return wrapper

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 
 import pytest
+
+from dsa_verify.case_file import MAX_CASE_BYTES
 
 # What stands for a replay where only collecting and counting matter, without the seconds that importing one takes.
 STAND_IN = """
@@ -60,7 +63,7 @@ def test_each_case_is_an_item_with_the_subject_that_it_names(session, pytester: 
     write(pytester, "idle", rounds=[])
     write(pytester, "typo", round=[])
     (pytester.path / "kept" / "notes.txt").write_text("not a case")
-    result = session("", "-v", "--dsa-cases=kept")
+    result = session("", "-v", "--dsa-cases=kept", "--dsa-trust")
     result.assert_outcomes(passed=2, failed=4)
     result.stdout.fnmatch_lines(
         [
@@ -80,7 +83,7 @@ def test_each_case_is_an_item_with_the_subject_that_it_names(session, pytester: 
             "decode, subject test_mine:Wrong, *: 1 finding(s) in 1 round(s) checked",
             "never written: dsa_cache_seqlens_int32[[]0] (batch row 0, request 3, length 5) *",
             "  case:      dsa-findings/decode-*.json",
-            "next: PYTHONPATH=. dsa-verify replay dsa-findings/decode-*.json",
+            "next: PYTHONPATH=. dsa-verify replay dsa-findings/decode-*.json --subject test_mine:Wrong",
         ]
     )
     assert "Traceback" not in result.stdout.str()
@@ -88,7 +91,7 @@ def test_each_case_is_an_item_with_the_subject_that_it_names(session, pytester: 
 
 def test_a_failing_item_says_what_the_fixture_says(session, pytester: pytest.Pytester) -> None:
     write(pytester, "wrong", subject="test_mine:Wrong")
-    result = session("def test_same(dsa): dsa.case('kept/wrong.json')", "--dsa-cases=kept")
+    result = session("def test_same(dsa): dsa.case('kept/wrong.json')", "--dsa-cases=kept", "--dsa-trust")
     result.assert_outcomes(failed=2)
     text = result.stdout.str()
     [of_item] = re.findall(r"_ case wrong _+\n(.+?)\n_+ ", text, re.DOTALL)
@@ -99,7 +102,9 @@ def test_a_failing_item_says_what_the_fixture_says(session, pytester: pytest.Pyt
 
 def test_a_subject_is_looked_for_where_pytest_was_started(session, pytester: pytest.Pytester) -> None:
     write(pytester, "wrong", subject="test_mine:Wrong")
-    result = session("", "--dsa-cases=kept", "kept")  # test_mine is no test of this session, and so on no path
+    result = session(
+        "", "--dsa-cases=kept", "--dsa-trust", "kept"
+    )  # test_mine is no test of this session, and so on no path
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["never written: dsa_cache_seqlens_int32*"])
 
@@ -109,6 +114,51 @@ def test_the_device_is_the_one_asked_for(session, pytester: pytest.Pytester) -> 
     result = session("", "--dsa-cases=kept", "--dsa-device=cuda:99")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["--dsa-device: device 'cuda:99' is not there; *"])
+
+
+# Trusted -------------------------------------------------------------------------------------------------------------
+
+
+UNASKED = "raise OSError('this module was imported')\n"
+
+
+def test_code_that_a_case_names_is_not_run_unasked(session, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(theirs=UNASKED)
+    write(pytester, "unasked", subject="theirs:Mine")
+    result = session("def test_same(dsa): dsa.case('kept/unasked.json')", "--dsa-cases=kept")
+    result.assert_outcomes(failed=2)
+    said = (
+        "subject: 'theirs:Mine' is neither a shipped subject nor an engine's nor an installed one, and a case runs no "
+        "other code unasked; if you know it, list it under dsa_trust in the ini file, give --dsa-trust, or give "
+        "dsa.case a subject"
+    )
+    of_item, of_fixture = result.stdout.str().split("_ test_same _")
+    assert (of_item.count(said), of_fixture.count(said)) == (1, 1)
+    assert "imported" not in of_item + of_fixture
+
+
+def test_the_ini_file_says_what_cases_may_name(session, pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\naddopts = -p no:hypothesispytest\ndsa_trust =\n  other:Mine\n  test_mine:Right")
+    write(pytester, "right", subject="test_mine:Right")
+    write(pytester, "wrong", subject="test_mine:Wrong")
+    session("", "--dsa-cases=kept").assert_outcomes(passed=1, failed=1)
+
+
+def test_a_file_that_is_no_case_is_refused_before_torch_is_imported(pytester: pytest.Pytester) -> None:
+    write(pytester, "huge")
+    os.truncate(pytester.path / "kept" / "huge.json", MAX_CASE_BYTES + 1)
+    pytester.makeconftest(LOADED)
+    result = pytester.runpytest_subprocess("--dsa-cases=kept")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*/kept/huge.json: 67108865 bytes exceed 67108864, the most that *", "loaded: [[]]"])
+
+
+def test_what_pytest_would_pass_over_is_refused(pytester: pytest.Pytester, stand_in: None) -> None:
+    write(pytester, "a")
+    os.mkfifo(pytester.path / "kept" / "pipe.json")
+    result = pytester.runpytest_inprocess("--dsa-cases=kept")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --dsa-cases: */kept/pipe.json: cannot be read * (it is a pipe); *"])
 
 
 # Collected -----------------------------------------------------------------------------------------------------------

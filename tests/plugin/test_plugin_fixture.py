@@ -19,7 +19,8 @@ decode, subject test_mine:Wrong, on DEVICE: 1 finding(s) in 2 round(s) checked; 
 never written: dsa_cache_seqlens_int32[0] (batch row 0, request R, length 1) is -1633771874, must be 1: \
 it still holds the poison, so it was never written in this replay
   case:      dsa-findings/decode-dsa_cache_seqlens_int32-never-written-X.json
-  reproduce: PYTHONPATH=. dsa-verify replay dsa-findings/decode-dsa_cache_seqlens_int32-never-written-X.json
+  reproduce: PYTHONPATH=. dsa-verify replay dsa-findings/decode-dsa_cache_seqlens_int32-never-written-X.json \
+--subject test_mine:Wrong
 """
 
 
@@ -143,10 +144,13 @@ def test_a_local_subject_is_reproduced_by_its_test(session) -> None:
 def test_case(session, pytester: pytest.Pytester) -> None:
     session(WRONG)
     [case] = pytester.path.glob("dsa-findings/*.json")
-    result = session(f"""
+    result = session(
+        f"""
 def test_as_found(dsa): dsa.case("{case}")
 def test_mended(dsa): assert dsa.case("{case}", Right).counts.rounds_checked == 1
-""")
+""",
+        "--dsa-trust",
+    )
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["*test_as_found*", "decode, subject test_mine:Wrong, *", "never written: *"])
 

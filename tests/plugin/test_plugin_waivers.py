@@ -38,7 +38,7 @@ def test_a_difference_that_is_gone_fails_the_test(session, pytester: pytest.Pyte
 def test_without_waivers_everything_is_judged(session) -> None:
     result = session(WRONG, "--dsa-no-waivers")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*reproduce: *.json --no-waivers"])
+    result.stdout.fnmatch_lines(["*reproduce: *.json --subject test_mine:Wrong --no-waivers"])
 
 
 def test_a_bad_ledger_is_one_clear_line(session, pytester: pytest.Pytester) -> None:

@@ -200,7 +200,7 @@ def test_a_case_replays_from_the_command_line(
 ) -> None:
     dump, _, _ = recorded_run(serving, tmp_path, [2, 3], subject="test_capture_ring:StaleDecode")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["dsa-verify", "replay", str(dump.path), "--device", str(DEVICE)])
+    monkeypatch.setattr("sys.argv", ["dsa-verify", "replay", str(dump.path), "--trust", "--device", str(DEVICE)])
     with pytest.raises(SystemExit) as stopped:
         main()
     assert "FOUND in decode (test_capture_ring:StaleDecode" in capsys.readouterr().out

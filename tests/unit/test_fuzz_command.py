@@ -109,7 +109,7 @@ def test_a_fault_is_found_shrunk_and_explained(tmp_path: Path, capsys: pytest.Ca
     assert f": {small['depends_on']}\n" in said
     assert {"value", "what", "stays"} == set(small["verdicts"][0])
     assert "shrunk in " in said
-    assert f"reproduce: dsa-verify replay {case.with_suffix('.small.json')}" in said
+    assert f"reproduce: dsa-verify replay {case.with_suffix('.small.json')} --subject support:EagerDecode\n" in said
 
 
 @pytest.mark.parametrize("pattern, said", [("decode-*.json", "not shrunk: "), ("*.small.json", "not explained: ")])

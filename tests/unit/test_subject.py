@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dsa_verify import systems
+from dsa_verify import trust
 from dsa_verify.errors import UsageError
 from dsa_verify.subject import load_attribute
 from dsa_verify.systems import get_system, subject_factory
@@ -43,8 +43,8 @@ def test_a_missing_module_is_said_to_be_elsewhere(name: str) -> None:
 
 
 def test_an_installed_subject_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint("theirs", "no_such_module:Theirs", systems.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(systems, "entry_points", lambda group: [point])
+    point = EntryPoint("theirs", "no_such_module:Theirs", trust.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(trust, "entry_points", lambda group: [point])
     with pytest.raises(UsageError, match="importing 'no_such_module' raised ModuleNotFoundError"):
         subject_factory(get_system("decode"), "theirs")
 

@@ -86,7 +86,7 @@ def test_a_finding_writes_a_case_that_shows_it_again(folder: Path, fault: str):
     (finding,), counts = verify(folder, fault=fault)
     assert counts.mismatches + counts.guard_hits > 0
     assert finding.case is not None
-    assert finding.reproduce == f"dsa-verify replay {finding.case}"
+    assert finding.reproduce == f"dsa-verify replay {finding.case} --subject support:EagerDecode"
     assert [path.name for path in folder.iterdir()] == [Path(finding.case).name], "no journal is left"
     scenario = read_case(Path(finding.case))
     assert (scenario.subject, scenario.fault, scenario.found) == (EAGER, fault, finding.sentence)

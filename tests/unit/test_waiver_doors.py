@@ -81,7 +81,7 @@ def test_reports_name_what_was_waived(tmp_path: Path, capsys: pytest.CaptureFixt
     (fact,) = [each for each in suite.iter("property") if each.get("name") == f"waiver known: {DSA}"]
     assert str(fact.get("value")).startswith("4 of 4 rounds, ")
     status, result, _ = replay(tmp_path, label_of(UnwrittenLengths), no_waivers=True)
-    assert (status, result["findings"][0]["reproduce"].endswith(".json --no-waivers")) == (STATUS_MISMATCH, True)
+    assert (status, result["findings"][0]["reproduce"].endswith("Lengths --no-waivers")) == (STATUS_MISMATCH, True)
 
 
 def test_reports_name_what_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +127,8 @@ def test_what_is_fuzzed_is_found_beside_a_waiver(tmp_path: Path, capsys: pytest.
     result = json.loads((tmp_path / "r.json").read_text())
     assert [finding["field"] for finding in result["findings"]] == [LENGTHS]
     assert result["waivers"][0]["rounds"] > 0
-    assert f".json --waivers {tmp_path / 'mine.toml'}\n" in capsys.readouterr().out
+    options = f"--subject {label_of(AlsoShorter)} --waivers {tmp_path / 'mine.toml'}"
+    assert f".json {options}\n" in capsys.readouterr().out
 
 
 def test_a_finding_is_shrunk_and_explained_beside_a_waiver() -> None:
@@ -190,7 +191,9 @@ def test_a_campaign_lists_what_its_shards_waived(tmp_path: Path) -> None:
     assert (finding["state"], finding["issue"], finding["field"]) == ("waived", "known", DSA)
     assert finding["diagnosis"] == "never written"
     assert f"WAIVED for known {finding['key']} (in 1 shard(s))" in report_lines(facts, tmp_path)
-    assert read_ledger(Path(facts["replay_options"][1])).waivers == parse_ledger(entries, "x").waivers
+    named, ledger = facts["replay_options"][:2], facts["replay_options"][3]
+    assert named == ["--subject", label_of(UnwrittenLengths)]
+    assert read_ledger(Path(ledger)).waivers == parse_ledger(entries, "x").waivers
 
 
 @pytest.mark.usefixtures("without_canary")
