@@ -98,6 +98,7 @@ _subject_options = _options(
         help="Ledger of known differences, instead of the shipped one.",
     ),
     click.option("--no-waivers", is_flag=True, help="Judge known differences, too."),
+    click.option("--allow-compilations", is_flag=True, help="Kernels may be compiled while rounds run."),
 )
 _shape_options = _options(
     click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), default=0, show_default=True),  # as a case file

@@ -7,11 +7,12 @@ which is what a diagnosis compares a wrong value with. It stops at the first rou
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeVar
 
 from dsa_verify import diagnose_dcp
+from dsa_verify.compilations import Compilation
 from dsa_verify.diagnose import Evidence, Moment, broken_law, diagnose_field, explain_guard, if_replayed_again
 from dsa_verify.errors import HarnessError
 from dsa_verify.findings import Diagnosis, Finding
@@ -132,6 +133,31 @@ def fault_finding(job: Job, fault: SubjectFault) -> Finding:
         round=fault.round,
         draft_tokens=job.geometry.draft_tokens,
     )
+
+
+def late_compilations(job: Job, compiled: Sequence[Compilation]) -> list[Finding]:
+    """A finding for each kernel that was compiled while rounds ran, of its first time. It does not show again in this
+    process, which has the kernel now."""
+    first: dict[str, Compilation] = {}
+    for each in compiled:
+        first.setdefault(each.kernel, each)
+    count = Counter(each.kernel for each in compiled)
+    return [
+        Finding(
+            system=job.system.name,
+            subject=job.subject,
+            diagnosis=Diagnosis.RECOMPILES,
+            sentence=(
+                f"recompiles: bucket {each.bucket}, round {each.round}: {each.sentence}"
+                f"{f'; {count[kernel]} times in all' if count[kernel] > 1 else ''}; a server would stall there"
+            ),
+            bucket=each.bucket,
+            round=each.round,
+            differing=count[kernel],
+            draft_tokens=job.geometry.draft_tokens,
+        )
+        for kernel, each in first.items()
+    ]
 
 
 def flaky_finding(job: Job, tallies: Mapping[int, Tally], attempts: int) -> Finding:

@@ -29,7 +29,8 @@ class EngineSubject:
     `module:attribute` of its factory, which has a static method `provenance() -> Mapping[str, str]` that imports all
     the code of the engine it needs. `needs_gpu`: whether it cannot run in an emulated graph, whatever the geometry.
     `presets`: as those of a System, instead of its own. `settings`: fields of the geometry that the code asks for. A
-    run that names a preset or sets such a field itself has the last word."""
+    run that names a preset or sets such a field itself has the last word. `compiles`: why kernels of it are known to be
+    compiled after the warm-up, which is no finding then; empty for most."""
 
     name: str
     system: str
@@ -38,6 +39,7 @@ class EngineSubject:
     needs_gpu: bool = False
     presets: tuple[str, str] | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    compiles: str = ""
 
 
 def engine_subject(reference: str | None) -> EngineSubject | None:

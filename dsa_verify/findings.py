@@ -36,6 +36,7 @@ class Diagnosis(Enum):
     CRASHES = "crashes"
     HANGS = "hangs"
     FORKS = "forks"
+    RECOMPILES = "recompiles"
     FLAKY = "flaky"
 
 

@@ -42,6 +42,11 @@ class Job:
     ledger: Ledger = NO_WAIVERS
     waivers: tuple[Waiver, ...] = ()
 
+    @property
+    def may_compile(self) -> str:
+        """Why kernels may be compiled after the warm-up; empty if that is a finding."""
+        return self.ledger.may_compile(self.subject)
+
     @classmethod
     def make(
         cls,

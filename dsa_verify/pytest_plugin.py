@@ -119,6 +119,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run the code that cases name, though it is neither shipped nor installed; dsa_trust lists it instead",
     )
     parser.addini("dsa_trust", "subjects (module:attribute) that cases may name, one a line", type="linelist")
+    group.addoption("--dsa-allow-compilations", action="store_true", help="kernels may be compiled while rounds run")
 
 
 def _device(text: str) -> str:
@@ -207,6 +208,7 @@ def _open_verification(session: pytest.Session) -> Verification:
 
     try:
         ledger = choose_ledger(option.dsa_waivers, option.dsa_no_waivers, prefix="dsa-")
+        ledger = ledger.allowing_compilations(option.dsa_allow_compilations)
     except UsageError as error:
         raise pytest.fail.Exception(str(error), pytrace=False) from None
 
@@ -252,6 +254,7 @@ def _rerun(config: pytest.Config) -> str:
     given = [f"--dsa-{name}={value}" for name, value in options.items() if value is not None]
     given += ["--dsa-no-waivers"] if config.option.dsa_no_waivers else []
     given += ["--dsa-trust"] if config.option.dsa_trust else []
+    given += ["--dsa-allow-compilations"] if config.option.dsa_allow_compilations else []
     return shlex.join(["pytest", file + colons + test, *given])
 
 

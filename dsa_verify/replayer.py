@@ -19,11 +19,10 @@ from typing import Final
 
 import torch
 
-from dsa_verify import progress
+from dsa_verify import compilations, progress
 from dsa_verify.allocations import Allocations
 from dsa_verify.arena import Arena, Identity
 from dsa_verify.canonical import CanonicalClose, CanonicalItems, canonical
-from dsa_verify.compilations import count_compilations
 from dsa_verify.contract import Compare, Layout, Row
 from dsa_verify.errors import (
     CaptureError,
@@ -178,7 +177,7 @@ class Replayer:
         self.address_changes: list[AddressChange] = []
         self.wrong_routes: list[WrongRoute] = []
         self.rounds_run = 0
-        self._round_number = 0  # of the round in progress, or of the last one
+        self._round_number, self._bucket = 0, max(buckets)  # of the round in progress, or of the last one
         self._last: Lane | None = None
         # A graph holds bare addresses: what its body refers to must live as long as the graph.
         self._captured: list[Callable[[], None]] = []
@@ -202,13 +201,14 @@ class Replayer:
         self._oracle_stream = torch.cuda.Stream(self.device) if cuda else None
         # The harness's graphs run one after another and leave nothing in their temporaries, so all share one pool.
         self._harness_pool = torch.cuda.graph_pool_handle() if cuda else None
-        self._compilations = count_compilations()
+        self._compilations = compilations.count_compilations()
         self.lanes: dict[int, Lane] = {}
         for layout in layouts:
             self.lanes[layout.bucket] = self._open_lane(form.layout(layout.without(leave_out)), factory)
         for lane in self.lanes.values():
             lane.ledger = self._identities(lane)
-        self.compilations_after_warmup = 0  # while rounds ran; what explains a finding compiles kernels of its own
+        # While rounds ran; what explains a finding compiles kernels of its own.
+        self.compilations: list[compilations.Compilation] = []
 
     def run(
         self,
@@ -224,7 +224,7 @@ class Replayer:
         rounds = zip(table.bucket.tolist(), table.raw.tolist(), table.twice.tolist(), strict=True)
         before, state = self._compilations(), TorchState.now()
         try:
-            with memory_told_apart(), self._state_kept(state):
+            with memory_told_apart(), self._state_kept(state), compilations.in_rounds(self._where):
                 for i, (bucket, raw, twice) in enumerate(rounds):
                     between = None if after_first is None else functools.partial(after_first, self.lanes[bucket], i)
                     self._round(self.lanes[bucket], raw, bool(twice), between)
@@ -232,7 +232,11 @@ class Replayer:
                         return
             self._refuse_copies()
         finally:
-            self.compilations_after_warmup += self._compilations() - before
+            self.compilations += compilations.since(before)
+
+    def _where(self) -> tuple[int, int]:
+        """The round in progress, and its bucket."""
+        return self._round_number, self._bucket
 
     @contextlib.contextmanager
     def _state_kept(self, state: TorchState) -> Iterator[None]:
@@ -299,6 +303,7 @@ class Replayer:
     def _round(self, lane: Lane, raw: int, twice: bool, between: Callable[[], None] | None) -> None:
         self._round_number = self._slots[progress.ROUND] = self.rounds_run
         self._slots[progress.BEATS] += 1
+        self._bucket = lane.bucket
         with _device_errors():
             if self._last is not lane:
                 self._judge_constants()

@@ -41,7 +41,8 @@ class Run:
 
     `provenance`: which code the subject is of, where that is not the project's own or the user's. `not_covered`: by
     field that the subject does not give, why. `not_run`: the edges that this machine cannot run. `other_versions`: of
-    each waiver of this subject that is for other versions of it, why it does not apply.
+    each waiver of this subject that is for other versions of it, why it does not apply. `may_compile`: why kernels may
+    be compiled after the warm-up; empty if that is a finding.
     """
 
     system: str
@@ -59,6 +60,7 @@ class Run:
     not_covered: dict[str, str] = dataclasses.field(default_factory=dict)
     not_run: list[str] = dataclasses.field(default_factory=list)
     other_versions: list[str] = dataclasses.field(default_factory=list)
+    may_compile: str = ""
 
     @property
     def gone(self) -> list[WaiverUse]:
@@ -91,6 +93,7 @@ class Run:
             "not_covered": self.not_covered,
             "not_run": self.not_run,
             "waivers_of_other_versions": self.other_versions,
+            "compilations_allowed": self.may_compile,
         }
 
 
@@ -183,6 +186,7 @@ def open_run(system: str, subject: Subject, backend: Backend, ledger: Ledger = N
         environment=environment(backend.device),
         provenance=provenance(factory),
         other_versions=ledger.outside(system, label, factory),
+        may_compile=ledger.may_compile(label),
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import click
 
-from dsa_verify.confirm import Covered, confirm, fault_finding, flaky_finding, flaky_waived
+from dsa_verify.confirm import Covered, confirm, fault_finding, flaky_finding, flaky_waived, late_compilations
 from dsa_verify.errors import DeviceLost
 from dsa_verify.findings import Finding
 from dsa_verify.job import Job
@@ -106,6 +106,9 @@ def verify_rounds(
                 beyond = _explain_waived(job, recent, replayer, folder)
                 if beyond:
                     return beyond
+                late = [] if job.may_compile else late_compilations(job, replayer.compilations)
+                if late:
+                    return [_with_case(each, job, recent.up_to(each.round)[-JOURNAL_ROUNDS:], folder) for each in late]
         ended = True
     except SubjectFault as fault:
         return [_failed(job, fault, recent, folder)]
@@ -237,7 +240,7 @@ def _seen_in(round_: int | None, findings: Sequence[Finding]) -> list[Finding]:
 def _count(replayer: Replayer, counts: Counts, *, waivers_due: bool) -> None:
     counts.replays += replayer.rounds_run
     counts.address_changes += len(replayer.address_changes)
-    counts.compilations_after_warmup += replayer.compilations_after_warmup
+    counts.compilations_after_warmup += len(replayer.compilations)
     with contextlib.suppress(DeviceLost):  # nothing can be read any more; the error is already on its way
         for bucket, tally in replayer.poll().items():
             lane = replayer.lanes[bucket]

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from dsa_verify.engines import engine_subject
 from dsa_verify.errors import UsageError
 from dsa_verify.findings import Diagnosis
 from dsa_verify.geometry import MAX_DRAFT_STEPS, Geometry
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from dsa_verify.subject import SubjectFactory
 
 LEDGER_SCHEMA: Final = 1
+ALLOW_COMPILATIONS: Final = "--allow-compilations"
 SHIPPED: Final = Path(__file__).with_name("waivers.toml")
 # What the words of a field can be called. Guards, inputs, routes, addresses and failures are never waived.
 WAIVABLE: Final = (
@@ -202,11 +204,13 @@ def beyond(rounds: Mapping[str, int]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """`source`: what messages call it. `options`: the words with which `replay` chooses it; none for the shipped."""
+    """`source`: what messages call it. `options`: the words with which `replay` chooses it; none for the shipped.
+    `compilations`: whether kernels may be compiled after the warm-up, whatever the subject."""
 
     source: str
     waivers: tuple[Waiver, ...]
     options: tuple[str, ...] = ()
+    compilations: bool = False
 
     def naming(self, system: str, subject: str) -> list[Waiver]:
         """The waivers of `subject` in `system`, whatever its version."""
@@ -241,9 +245,27 @@ class Ledger:
         reasons = {waiver.id: waiver.outside(versions) for waiver in named}
         return [f"waiver {name} does not apply: {why}" for name, why in reasons.items() if why]
 
+    def may_compile(self, subject: str) -> str:
+        """Why kernels of `subject` may be compiled after the warm-up; empty if they may not."""
+        if self.compilations:
+            return f"{ALLOW_COMPILATIONS} was given"
+        engine = None if "--no-waivers" in self.options else engine_subject(subject)
+        return engine.compiles if engine is not None else ""
+
+    def allowing_compilations(self, allowed: bool) -> Ledger:
+        """The same, with what the option of that name says."""
+        if not allowed:
+            return self
+        return dataclasses.replace(self, compilations=True, options=(*self.options, ALLOW_COMPILATIONS))
+
     def refuse_if_idle(self, runs: Sequence[tuple[str, str]]) -> None:
         """UsageError if it was chosen for `runs`, (system, subject) each, and names none of them."""
-        if self.options and self.waivers and not any(self.naming(*run) for run in runs):
+        if (
+            self.options
+            and self.options != (ALLOW_COMPILATIONS,)
+            and self.waivers
+            and not any(self.naming(*run) for run in runs)
+        ):
             listed = ", ".join(dict.fromkeys(f"{subject} of {system}" for system, subject in runs))
             raise UsageError(f"{self.source}: has no effect, as it has no waiver for {listed}; leave it out")
 

@@ -379,6 +379,7 @@ def main() -> None:
     "--waivers", "ledger", metavar="FILE", type=click.Path(path_type=Path), help="Ledger of known differences."
 )
 @click.option("--no-waivers", is_flag=True, help="Judge known differences, too.")
+@click.option("--allow-compilations", is_flag=True, default=None, help="Kernels may be compiled while rounds run.")
 @click.option("--resident", is_flag=True, default=None, help="Unsteered rounds, drawn in bulk on the device.")
 @click.option("--executor", default="local", show_default=True, help="local, or dask://HOST:PORT.")
 @click.option("--workers", type=click.IntRange(min=1), help="Shards at once. Default: one for each GPU, or core.")

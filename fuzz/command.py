@@ -40,7 +40,7 @@ from fuzz.trials import Signature
 # Rounds of a system, where the command line does not say.
 ROUNDS: Final = {"cuda": 20_000, "cpu": 1_000}
 NEVER_SHOWN: Final = 10  # lines of what was never visited; JSON has all
-NOT_SHRUNK: Final = (Diagnosis.FLAKY,)
+NOT_SHRUNK: Final = (Diagnosis.FLAKY, Diagnosis.RECOMPILES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +63,7 @@ class Options:
     folder: Path
     waivers: Path | None = None
     no_waivers: bool = False
+    allow_compilations: bool = False
 
 
 def run(options: Options, device: torch.device) -> int:
@@ -71,7 +72,7 @@ def run(options: Options, device: torch.device) -> int:
     names = systems_to_run(options.systems, options.subject)
     rounds = options.rounds if options.rounds is not None else ROUNDS[device.type]
     plan = [(get_system(name), _configs(get_system(name), rounds, options, backend)) for name in names]
-    ledger = choose_ledger(options.waivers, options.no_waivers)
+    ledger = choose_ledger(options.waivers, options.no_waivers).allowing_compilations(options.allow_compilations)
     ledger.refuse_if_idle([(name, options.subject or DEFAULT_SUBJECT) for name in names])
     runs: list[Run] = []
     results: list[dict[str, Any]] = []

@@ -10,13 +10,12 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from dsa_verify.job import Job
 from dsa_verify.matrix import REMAPS_PER_ROUND
-from dsa_verify.replayer import Lane, Replayer
+from dsa_verify.replayer import Replayer
 from dsa_verify.rounds import RoundTable
 from dsa_verify.scenario import Scenario
 from dsa_verify.whole_files import write_whole
@@ -108,9 +107,9 @@ class JournalledJob(Job):
         replayer = Job.open(self, rounds, remap_slots, record=record)
         run = replayer.run
 
-        def journalled(table: RoundTable, *, after_round: Callable[[Lane, int], bool] | None = None) -> None:
+        def journalled(table: RoundTable, **callbacks: Any) -> None:
             self.journal.launching(self, table)
-            run(table, after_round=after_round)
+            run(table, **callbacks)
 
         replayer.run = journalled  # type: ignore[method-assign]
         return replayer

@@ -36,9 +36,10 @@ _FLAGS: Final = {
 class Plan:
     """`preset` None: what each system has for the device. `settings`: overrides of the geometry. `batches`: buckets
     instead of those of the diagnostic matrix, over whose configurations the shards turn, and `drafts`: draft lengths,
-    likewise, in systems that have drafts. `resident`: unsteered rounds,
-    drawn in bulk (resident.py). `fault`: planted in the subject of every shard, whose findings then count as any others
-    do; beside it each shard plants one of its own. `waivers`: the entries of a ledger; None: those that are shipped."""
+    likewise, in systems that have drafts. `resident`: unsteered rounds, drawn in bulk (resident.py). `fault`: planted in
+    the subject of every shard, whose findings then count as any others do; beside it each shard plants one of its own.
+    `waivers`: the entries of a ledger; None: those that are shipped. `allow_compilations`: kernels may be compiled while
+    rounds run."""
 
     systems: tuple[str, ...]
     subject: str | None = None
@@ -52,6 +53,7 @@ class Plan:
     device: str = "auto"
     resident: bool = False
     waivers: tuple[Mapping[str, Any], ...] | None = None
+    allow_compilations: bool = False
 
     def check(self) -> None:
         """UsageError for what no shard could run."""
@@ -90,9 +92,9 @@ class Plan:
         """The words with which `dsa-verify replay` runs the subject that this plan names, and waives what it does, in
         the campaign of `root`."""
         words = subject_options(self.subject)
-        if self.waivers is None:
-            return words
-        return [*words, "--waivers", str(root / LEDGER_FILE)] if self.waivers else [*words, "--no-waivers"]
+        if self.waivers is not None:
+            words += ["--waivers", str(root / LEDGER_FILE)] if self.waivers else ["--no-waivers"]
+        return [*words, "--allow-compilations"] if self.allow_compilations else words
 
     def shard(self, number: int) -> ShardSpec:
         return ShardSpec(plan=self, number=number)
@@ -133,8 +135,8 @@ def parse_plan(data: Mapping[str, Any]) -> Plan:
     """The plan that `to_dict` gave; UsageError names what is not so."""
     if data.get("schema") != PLAN_SCHEMA:
         raise UsageError(f"schema: {data.get('schema')} is not {PLAN_SCHEMA}, which this version reads; update it")
-    # Campaigns of before there were waivers, faults to plant and draft lengths can be resumed.
-    values: dict[str, Any] = {"waivers": None, "fault": None, "drafts": []} | {
+    # Campaigns of before there were these can be resumed.
+    values: dict[str, Any] = {"waivers": None, "fault": None, "drafts": [], "allow_compilations": False} | {
         key: value for key, value in data.items() if key != "schema"
     }
     names = [field.name for field in dataclasses.fields(Plan)]
@@ -153,6 +155,7 @@ def parse_plan(data: Mapping[str, Any]) -> Plan:
         "drafts": (list, tuple),
         "device": (str,),
         "resident": (bool,),
+        "allow_compilations": (bool,),
         "waivers": (list, tuple, type(None)),
     }
     for key, kind in kinds.items():

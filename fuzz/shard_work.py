@@ -123,10 +123,13 @@ def _job(spec: ShardSpec, backend: Backend) -> Job:
 
 def _ledger(plan: Plan) -> Ledger:
     if plan.waivers is None:
-        return choose_ledger(None, False)
-    ledger = parse_ledger(plan.waivers, LEDGER_FILE)
-    check_names(ledger)
-    return ledger
+        ledger = choose_ledger(None, False)
+    elif not plan.waivers:
+        ledger = choose_ledger(None, True)
+    else:
+        ledger = parse_ledger(plan.waivers, LEDGER_FILE)
+        check_names(ledger)
+    return ledger.allowing_compilations(plan.allow_compilations)
 
 
 def _fuzz(spec: ShardSpec, job: JournalledJob, coverage: Coverage, folder: Path, counts: Counts) -> str:
@@ -224,6 +227,9 @@ def _found(finding: Finding, job: JournalledJob, folder: Path) -> FindingRecord:
 def _repeated(record: FindingRecord, finding: Finding, job: JournalledJob, folder: Path) -> FindingRecord:
     """Confirmed if every repeat shows it; else flaky, with its rate."""
     assert record.case is not None
+    if finding.diagnosis is Diagnosis.RECOMPILES:
+        # It cannot show again in this process, which has the kernel now; that it was compiled is no matter of chance.
+        return dataclasses.replace(record, state="confirmed", note="not repeated: a process compiles a kernel once")
     rounds = read_case(folder / record.case).rounds
     signature, shown = Signature.of(finding), 0
     for _ in range(REPEATS):
@@ -235,6 +241,8 @@ def _repeated(record: FindingRecord, finding: Finding, job: JournalledJob, folde
 
 
 def _shrunk(record: FindingRecord, finding: Finding, job: JournalledJob, folder: Path) -> FindingRecord:
+    if finding.diagnosis is Diagnosis.RECOMPILES:
+        return record
     elsewhere = None if record.key.planted else _shrunk_elsewhere(record.key, folder)
     if elsewhere is not None:
         return dataclasses.replace(record, note=f"not shrunk: shard {elsewhere} has done it")

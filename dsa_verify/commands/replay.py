@@ -58,6 +58,7 @@ class Options:
     folder: Path
     waivers: Path | None = None
     no_waivers: bool = False
+    allow_compilations: bool = False
     edges: bool = False
     trust: bool = False
 
@@ -72,7 +73,7 @@ def run(options: Options, device: torch.device) -> int:
     plan = _cases_plan(options, scenarios) if scenarios else _matrix_plan(options, backend)
     if options.trust and (not scenarios or options.subject is not None):
         raise UsageError("--trust: has no effect without a CASE, or where --subject names what runs; leave it out")
-    ledger = choose_ledger(options.waivers, options.no_waivers)
+    ledger = choose_ledger(options.waivers, options.no_waivers).allowing_compilations(options.allow_compilations)
     ledger.refuse_if_idle([(item.system, item.subject(options) or DEFAULT_SUBJECT) for item in plan])
     runs: list[Run] = []
     with Terminal(sum(item.rounds for item in plan)) as terminal:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support import DEVICE, SMALL, EagerDecode, decode_round, job_of
 
+from dsa_verify import compilations
 from dsa_verify import verify as verify_module
 from dsa_verify.confirm import confirm
 from dsa_verify.errors import HarnessError, OutOfMemory
@@ -249,6 +250,31 @@ def test_what_does_not_show_again_is_flaky_with_its_rate(
     work(tmp_path, "test_campaign_shard:WrongAtFirst")
     (finding,) = facts_of(tmp_path)["findings"]
     assert (finding["diagnosis"], finding["state"], finding["shown"], finding["repeats"]) == ("flaky", "flaky", 0, 3)
+
+
+class CompilesOnce(EagerDecode):
+    """As if a kernel of its were compiled at the fifth call in this process."""
+
+    calls = 0
+
+    def before_replay(self) -> None:
+        CompilesOnce.calls += 1
+        if CompilesOnce.calls == 2 * 2 + 5:  # warm-ups of two buckets
+            compilations._note(None, {})
+
+
+def test_a_late_compilation_is_neither_repeated_nor_made_small_but_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_canary: None
+) -> None:
+    monkeypatch.setattr(compilations, "_seen", [])
+    monkeypatch.setattr(CompilesOnce, "calls", 0)
+    work(tmp_path, "test_campaign_shard:CompilesOnce")
+    (finding,) = facts_of(tmp_path)["findings"]
+    assert (finding["diagnosis"], finding["state"]) == ("recompiles", "confirmed")
+    assert facts_of(tmp_path)["status"] == 1
+    monkeypatch.setattr(CompilesOnce, "calls", 0)
+    work(tmp_path / "allowed", "test_campaign_shard:CompilesOnce", allow_compilations=True)
+    assert facts_of(tmp_path / "allowed")["findings"] == []
 
 
 def test_a_blind_judge_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

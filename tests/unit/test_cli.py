@@ -423,18 +423,23 @@ def test_a_module_of_the_users_own_is_loaded(dsa_verify: Cli, tmp_path: Path, mo
     assert "of_my_own:Mine" in text
 
 
-def test_kernels_that_compile_while_rounds_run_are_told(
+def test_kernels_that_compile_while_rounds_run_are_a_finding_unless_they_may(
     dsa_verify: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "compiles_late.py").write_text(
         "from dsa_verify import compilations\nfrom dsa_verify.pipelines.basic import Decode\n"
-        "class Late(Decode):\n    def before_replay(self):\n        compilations._seen += 1\n"
+        "class Late(Decode):\n    def before_replay(self):\n        compilations._note(None, {})\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     options = ("replay", "--system", "decode", "--preset", "tiny", "--batch", "1", "--rounds", "3")
-    status, text = dsa_verify(*options, "--subject", "compiles_late:Late")
-    assert (status, "  3 kernels were compiled while rounds ran" in text) == (0, True), text
-    assert "compiled" not in dsa_verify(*options)[1]
+    for command in ("replay", "fuzz"):
+        options = (command, *options[1:])
+        status, text = dsa_verify(*options, "--subject", "compiles_late:Late")
+        assert (status, "  recompiles: bucket " in text) == (1, True), text
+        status, text = dsa_verify(*options, "--subject", "compiles_late:Late", "--allow-compilations")
+        allowed = "  3 kernels were compiled while rounds ran, which is allowed: --allow-compilations was given"
+        assert (status, allowed in text) == (0, True), text
+        assert "compiled" not in dsa_verify(*options)[1]
 
 
 @pytest.mark.parametrize("call", ["allocate(self, *given)", "before_replay(self)"])

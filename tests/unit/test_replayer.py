@@ -56,13 +56,13 @@ def test_a_right_subject_passes_over_interleaved_buckets():
         assert replayer.lanes[bucket].rounds == 3
     assert replayer.rounds_run == len(ROUNDS)
     assert replayer.address_changes == []
-    assert replayer.compilations_after_warmup == 0
+    assert replayer.compilations == []
 
 
 def test_the_shipped_subject_compiles_nothing_after_warmup():
     replayer = run(None, ROUNDS)  # type: ignore[arg-type]
     assert not differences(replayer)
-    assert replayer.compilations_after_warmup == 0
+    assert replayer.compilations == []
 
 
 def test_only_what_compiles_while_rounds_run_is_counted(monkeypatch: pytest.MonkeyPatch):
@@ -71,14 +71,18 @@ def test_only_what_compiles_while_rounds_run_is_counted(monkeypatch: pytest.Monk
     replayer = job.open(len(ROUNDS))
 
     def compile_one(*_: object) -> bool:
-        monkeypatch.setattr(compilations, "_seen", compilations._seen + 1)
+        compilations._note(None, {})
         return False
 
+    monkeypatch.setattr(compilations, "_seen", [])
+
     compile_one()
-    assert replayer.compilations_after_warmup == 0
+    assert replayer.compilations == []
     replayer.run(job.table(ROUNDS), after_round=compile_one)
     compile_one()
-    assert replayer.compilations_after_warmup == len(ROUNDS)
+    assert [(each.round, each.bucket) for each in replayer.compilations] == [
+        (i, round_.bucket) for i, round_ in enumerate(ROUNDS)
+    ]
 
 
 def test_capture_executes_nothing_and_warmup_leaves_no_result():

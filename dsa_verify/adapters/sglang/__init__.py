@@ -24,6 +24,7 @@ def _subject(
     *,
     needs_gpu: bool = False,
     presets: tuple[str, str] | None = None,
+    compiles: str = "",
     **settings: object,
 ) -> EngineSubject:
     """`place`: module of this package and attribute, "basic:Decode"."""
@@ -35,6 +36,7 @@ def _subject(
         needs_gpu=needs_gpu,
         presets=presets,
         settings=MappingProxyType(settings),
+        compiles=compiles,
     )
 
 
@@ -110,6 +112,7 @@ SUBJECTS: Final[Mapping[str, EngineSubject]] = MappingProxyType(
                 "ragged_verify",
                 "ragged:RaggedVerify",
                 "padding to a graph, its sums, lengths and pages",
+                compiles="kernels of its padding are made anew for values of a batch, 26 in 272 replays on an H200",
             ),
             _subject("dcp", "dcp", "dcp:Dcp", "a decode step of a rope model, all of it"),
             _subject("dcp_rope", "dcp", "dcp:RopeWrite", "the KV write of rows with a rope part"),

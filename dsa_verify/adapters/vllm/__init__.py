@@ -9,11 +9,14 @@ from typing import Final
 from dsa_verify.engines import EngineSubject
 
 _PACKAGE: Final = "dsa_verify.adapters.vllm"
+_COMPILES: Final = "kernels of its preparation are made anew for values of a batch, 2 to 4 in 272 replays on an H200"
 
 
 def _subject(name: str, system: str, place: str, summary: str) -> EngineSubject:
     """`place`: module of this package and attribute, "basic:Decode"."""
-    return EngineSubject(name=f"vllm:{name}", system=system, reference=f"{_PACKAGE}.{place}", summary=summary)
+    return EngineSubject(
+        name=f"vllm:{name}", system=system, reference=f"{_PACKAGE}.{place}", summary=summary, compiles=_COMPILES
+    )
 
 
 # By the name after the colon.
