@@ -26,6 +26,7 @@ NEEDS: Final[dict[str, dict[str, Any]]] = {
     "wrong_owner": {"dcp_size": 2},
     "no_empty_rule": {"dcp_size": 2},
     "glues_idle": {"subject": "glue"},
+    "advances_twice": {"warm_ups": "together"},
 }
 # They end the process, or say so themselves that they strike once.
 LEFT_OUT: Final = ("lost_device", "flaky")

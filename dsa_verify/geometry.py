@@ -25,6 +25,7 @@ INPUT_VIEWS: Final = ("plain", "offset", "strided")
 # A request table whose last row begins at element 2**31: 17 GiB, so of edges only.
 FAR: Final = "far"
 TABLE_VIEWS: Final = ("plain", "strided")
+WARM_UPS: Final = ("refreshed", "together")
 TABLE_GAP: Final = 64  # elements behind each row of a strided table
 PADDED_MODES: Final = ("decode", "verify", "draft_block", "draft_extend")
 LOG_BASES: Final = ("2", "e")
@@ -48,6 +49,8 @@ class Geometry:
     `table_view`: how the page tables that a subject is given lie: rows adjacent, or "strided" with a guarded gap
     behind each; engines have them adjacent, and a copy may ask for it (contract 2.2).
     `wide_table`: whether `page_table_1` exists (contract 1.5).
+    `warm_ups`: whether each of the two runs of a graph's body before its capture has eager work of its own before it
+    ("refreshed"), or both have the first one's ("together"); engines do either.
     `draft_steps`: n speculative steps, of mtp alone; its n - 1 draft backends are the destinations (contract 2).
     `indexer`: whether the indexer's metadata (schedule, top-k plan; with pooling its views and write plan) is part of
     the layout. Then `multiprocessors` is S, `schedule` a variant of contract 3.2, `plan_rules` a table of contract 5.
@@ -74,6 +77,7 @@ class Geometry:
     input_view: str = "plain"
     table_view: str = "plain"
     wide_table: bool = True
+    warm_ups: str = "refreshed"
     draft_steps: int = 4
     indexer: bool = False
     multiprocessors: int = 132
@@ -202,6 +206,7 @@ class Geometry:
             ("index_dtype", INDEX_DTYPES),
             ("input_view", (*INPUT_VIEWS, FAR)),
             ("table_view", TABLE_VIEWS),
+            ("warm_ups", WARM_UPS),
             ("schedule", VARIANTS),
             ("plan_rules", PLAN_RULES),
             ("padded_mode", PADDED_MODES),

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dsa_verify.errors import UsageError
-from dsa_verify.geometry import LOG_BASES, MAX_BATCH, PADDED_MODES, Geometry
+from dsa_verify.geometry import LOG_BASES, MAX_BATCH, PADDED_MODES, WARM_UPS, Geometry
 from dsa_verify.indexer_turns import architecture_turn, indexer_turn
 from dsa_verify.kpool_rules import shortest_length
 from dsa_verify.ragged_rules import graph_tokens
@@ -110,10 +110,10 @@ def diagnostic_matrix(
     """DRAFT_SHAPES, or batches x draft lengths where either is given (without drafts: batches alone; padded: modes x
     draft lengths, with all batches captured). `rounds`: of each configuration, all scripted ones by default.
 
-    Dtype and view of the inputs turn over the configurations, so that offset, strided and int32 inputs are part of
-    every matrix, unless they are among the `fixed` fields of `geometry`. In every fourth, page tables are narrower than
-    requests may be, which no more than fill them (contract 1.6), unless OWN_TABLES is `fixed`. In every fourth other
-    the indexer is on, and where it is, the architecture turns (indexer_turns.py).
+    Dtype and view of the inputs and the warm-ups turn over the configurations, so that offset, strided and int32 inputs
+    are part of every matrix, unless they are among the `fixed` fields of `geometry`. In every fourth, page tables are
+    narrower than requests may be, which no more than fill them (contract 1.6), unless OWN_TABLES is `fixed`. In every
+    fourth other the indexer is on, and where it is, the architecture turns (indexer_turns.py).
     """
     if "draft_tokens" in fixed:
         raise UsageError("draft_tokens: the matrix chooses it; give the draft lengths as drafts (--draft-tokens)")
@@ -126,6 +126,7 @@ def diagnostic_matrix(
         if system.name == "dcp":
             turning |= {"dcp_size": DCP_SIZES[i % len(DCP_SIZES)], "log_base": LOG_BASES[i % 2]}
         turning |= architecture_turn(base, i, fixed)
+        turning["warm_ups"] = WARM_UPS[i // 3 % 2]
         turning["request_rows"] = max(geometry.request_rows, max(buckets) + 2)
         turning |= changes
         if geometry.request_rows <= max(buckets) and "request_rows" in fixed:

@@ -575,8 +575,9 @@ class Replayer:
             self._check_outputs(subject, buffers, layout)
             self._enter(stage := progress.WARM_UP, bucket)
             # Engines warm up before they capture: kernels compile and caches fill outside the graph.
-            for _ in range(2):
-                subject.before_replay()
+            for prepares in (True, self.geometry.warm_ups == "refreshed"):
+                if prepares:
+                    subject.before_replay()
                 subject.in_graph()
             self._back(stage, bucket, state)
             self._enter(stage := progress.CAPTURE, bucket)

@@ -1,7 +1,8 @@
 """Subject: what a pipeline under test looks like to the replayer. Oracles implement the same protocol.
 
-One instance serves one captured bucket. Its life: `allocate` once, outside capture; `in_graph` once or twice as a
-warm-up and once under capture; then, for every round, `before_replay` and a replay of the captured graph.
+One instance serves one captured bucket. Its life: `allocate` once, outside capture; `before_replay` and `in_graph` as
+a warm-up, and again, or `in_graph` alone (`warm_ups` of the geometry); `in_graph` once under capture; then, for every
+round, `before_replay` and a replay of the captured graph.
 """
 
 from __future__ import annotations

@@ -214,6 +214,13 @@ FAULTS: Final[dict[str, Fault]] = {
             field="cu_seqlens_k",
         ),
         _fault(
+            "advances_twice",
+            "lengths are advanced by each warm-up, and set back once (warm_ups together)",
+            outputs.AdvancesTwice,
+            D.BOUNDARY,
+            field="cache_seqlens_int32",
+        ),
+        _fault(
             "stale_request_map",
             "requests are those of the round before",
             inputs.StaleRequestMap,

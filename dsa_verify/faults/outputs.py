@@ -201,6 +201,23 @@ class GrowsOnRepeat(Wrapper):
         self._left.copy_(self.target)
 
 
+class AdvancesTwice(Wrapper):
+    """Each run of the body goes one further, the eager work before it one back: right if they come in turn."""
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        super().allocate(geometry, inputs, buffers)
+        self._ahead = torch.ones(1, dtype=self.target.dtype, device=self.target.device)
+
+    def before_replay(self) -> None:
+        self._ahead.sub_(1)
+        self.inner.before_replay()
+
+    def in_graph(self) -> None:
+        self.inner.in_graph()
+        self.target.add_(self._ahead)
+        self._ahead.add_(1)
+
+
 def _word_at(tensor: torch.Tensor, index: int) -> torch.Tensor:
     """One element of the memory around `tensor`, counted from its start; the arena has guards there."""
     return tensor.as_strided((1,), (1,), tensor.storage_offset() + index)

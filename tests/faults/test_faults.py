@@ -41,6 +41,7 @@ SPOILS_INPUTS = {
 NEEDS: dict[str, dict[str, object]] = {
     "unclamped_window": {"padded_mode": "draft_extend"},
     "wrong_owner": {"dcp_size": 2},
+    "advances_twice": {"warm_ups": "together"},
 }
 # Where Triton is interpreted, the shipped cases (test_corpus.py) stand for the scripted rounds, but for one fault of
 # each road that a finding can take.

@@ -30,6 +30,7 @@ pytestmark = [
 NEEDS: dict[str, dict[str, object]] = {
     "unclamped_window": {"padded_mode": "draft_extend"},
     "wrong_owner": {"dcp_size": 2},
+    "advances_twice": {"warm_ups": "together"},
 }
 CASES = [(system, name) for system in SYSTEMS for name in faults.names(system) if name != "lost_device"]
 

@@ -24,6 +24,7 @@ from fuzz.trials import UNSCREENED, Signature, Trials
 
 # Of these a confirmation shows nothing: the one strikes once a process, the other takes the device down.
 NOT_CONFIRMED = {"flaky", "lost_device"}
+NEEDS = {"advances_twice": {"warm_ups": "together"}}
 DECODE_FAULTS = [name for name in faults.names("decode") if name not in NOT_CONFIRMED]
 
 
@@ -113,10 +114,11 @@ class HighPages(EagerDecode):
 
 def scripted(system: str, fault: str | None = None, *, batch: int = 4, subject: type[EagerDecode] | None = None):
     """(job, scripted case) on a small geometry, with the eager subject where there is one."""
-    geometry = small() if subject else Geometry.resolve("tiny")
+    needed = NEEDS.get(fault or "", {})
+    geometry = small(**needed) if subject else Geometry.resolve("tiny", needed)
     known = SYSTEMS[system]
     drafts = (2,) if known.drafts else None
-    config = diagnostic_matrix(known, geometry, batches=(batch,), drafts=drafts)[0]
+    config = diagnostic_matrix(known, geometry, batches=(batch,), drafts=drafts, fixed=frozenset(needed))[0]
     rounds = [round_ for table in config.chunks() for round_ in table.rounds()]
     job = job_of(subject, system=system, buckets=config.buckets, fault=fault, geometry=config.geometry)
     return job, job.scenario(rounds)

@@ -15,7 +15,7 @@ from support import backend
 from dsa_verify.edges import edges
 from dsa_verify.engines import EngineSubject, engine_subjects
 from dsa_verify.errors import UsageError
-from dsa_verify.geometry import INDEX_DTYPES, INPUT_VIEWS, PADDED_MODES, Geometry
+from dsa_verify.geometry import INDEX_DTYPES, INPUT_VIEWS, PADDED_MODES, WARM_UPS, Geometry
 from dsa_verify.job import Job
 from dsa_verify.matrix import (
     CHUNK_ROUNDS,
@@ -58,6 +58,7 @@ def test_sixteen_configurations_of_seventeen_rounds(system: System):
     assert len({(config.buckets, config.geometry.draft_tokens) for config in configs}) == 16
     assert {config.geometry.input_view for config in configs} == set(INPUT_VIEWS)
     assert {config.geometry.index_dtype for config in configs} == set(INDEX_DTYPES)
+    assert {config.geometry.warm_ups for config in configs} == set(WARM_UPS)
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
@@ -125,9 +126,10 @@ def test_our_pipelines_keep_to_a_narrow_table(name: str, subject: str):
 
 @systems
 def test_a_field_that_was_asked_for_does_not_turn(system: System):
-    geometry = Geometry.resolve("tiny", {"input_view": "offset"})
-    configs = diagnostic_matrix(system, geometry, fixed=frozenset({"input_view"}))
+    geometry = Geometry.resolve("tiny", {"input_view": "offset", "warm_ups": "together"})
+    configs = diagnostic_matrix(system, geometry, fixed=frozenset({"input_view", "warm_ups"}))
     assert {config.geometry.input_view for config in configs} == {"offset"}
+    assert {config.geometry.warm_ups for config in configs} == {"together"}
     assert {config.geometry.index_dtype for config in configs} == set(INDEX_DTYPES)
 
 

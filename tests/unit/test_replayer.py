@@ -732,3 +732,41 @@ def test_an_oracle_that_writes_beyond_its_buffers_is_seen():
     replayer = replayer_with_oracle(OracleOutOfBounds)
     replayer.run(job_of(EagerDecode, buckets=(2,)).table([decode_round(2, 5)], 0))
     assert {d.region.kind for d in differences(replayer)} == {Kind.ORACLE_GUARD}
+
+
+# Warm-ups ------------------------------------------------------------------------------------------------------------
+
+
+class Logs(EagerDecode):
+    calls: list[str]
+
+    def before_replay(self) -> None:
+        self.calls.append("before_replay")
+
+    def in_graph(self) -> None:
+        super().in_graph()
+        self.calls.append("in_graph")
+
+
+@pytest.mark.parametrize(
+    "warm_ups, calls",
+    [
+        ("refreshed", ["before_replay", "in_graph", "before_replay", "in_graph", "in_graph"]),
+        ("together", ["before_replay", "in_graph", "in_graph", "in_graph"]),
+    ],
+)
+def test_two_warm_ups_have_a_preparation_each_or_one_for_both(warm_ups: str, calls: list[str]):
+    subject = type("OfThisTest", (Logs,), {"calls": []})
+    open_replayer(subject, buckets=(2,), geometry=small(warm_ups=warm_ups))
+    assert subject.calls == calls
+
+
+def test_what_each_warm_up_advances_shows_only_after_warm_ups_together():
+    def found(warm_ups: str) -> set[str]:
+        return {
+            d.region.name
+            for d in differences(run(EagerDecode, ROUNDS, fault="advances_twice", geometry=small(warm_ups=warm_ups)))
+        }
+
+    assert found("refreshed") == set()
+    assert found("together") == {"cache_seqlens_int32"}
