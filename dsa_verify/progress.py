@@ -91,7 +91,8 @@ class Progress:
 
     def end_copy(self, stage: int, bucket: int, round_: int) -> NoReturn:
         """This process is a copy that the subject made and let come back: it must not go on verifying."""
-        self.slots[COPY_STAGE], self.slots[COPY_BUCKET], self.slots[COPY_ROUND] = stage, bucket, round_
+        if not self.slots[COPIES]:  # the first is the one that is told of
+            self.slots[COPY_STAGE], self.slots[COPY_BUCKET], self.slots[COPY_ROUND] = stage, bucket, round_
         self.slots[COPIES] += 1
         os._exit(1)
 
