@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
-import math
 import os
 import signal
 import sys
@@ -41,7 +40,7 @@ _FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class End:
     """How a child ended. `code`: its exit status, or the negative number of a signal. `verdict`: what it handed back.
-    `silent_s`: for how long it had made no progress when it was killed for that; 0 if it was not. `stack`: what its
+    `silent_s`: how long it may have made no progress, being killed for more; 0 if it was not. `stack`: what its
     threads were doing then, or when a signal ended it, as faulthandler writes it. `told`: the signal that told both to
     end, if one did. `lingered`: killed because it did not end after its verdict."""
 
@@ -155,6 +154,7 @@ class _Watch:
 
     def end(self) -> End:
         silent_s, after_s, hung, lingered = 0.0, 0.0, False, False
+        limit_s: float | None = None
         sign, now = self._sign(), time.monotonic()
         while (code := self._code()) is None:
             self._forward(signal.sigtimedwait({signal.SIGCHLD, *_FORWARDED}, POLL_S))
@@ -164,12 +164,13 @@ class _Watch:
             if self._record.verdict is not None:
                 after_s += passed_s
                 limit_s = self._linger_s(self._record)
-                lingered = limit_s is not None and after_s > limit_s
+                lingered = limit_s is not None and after_s >= limit_s
             elif (seen := self._sign()) != sign or self._is_stopped():
                 sign, silent_s = seen, 0.0
             else:
                 silent_s += passed_s
-                hung = silent_s >= self._limit_s()
+                limit_s = self._limit_s()
+                hung = limit_s is not None and silent_s >= limit_s
             if hung or lingered:
                 code = self._kill(with_stack=hung)
                 break
@@ -177,7 +178,7 @@ class _Watch:
             pid=self._pid,
             code=code,
             verdict=self._record.verdict,
-            silent_s=silent_s if hung else 0.0,
+            silent_s=limit_s if hung and limit_s is not None else 0.0,
             stack=self._stack(),
             told=self._told,
             lingered=lingered,
@@ -200,11 +201,11 @@ class _Watch:
         """What any progress changes."""
         return bytes(self._record.slots[: progress.VERDICT])
 
-    def _limit_s(self) -> float:
+    def _limit_s(self) -> float | None:
         """For how long the present stage may show no progress. Work of the verifier itself takes what it takes."""
         stage = self._record.slots[progress.STAGE]
         if not self._timeout_s or not (stage in progress.OF_THE_SUBJECT or stage in (progress.IMPORT, progress.DEVICE)):
-            return math.inf
+            return None
         # An engine takes its time to import, whatever its rounds may take.
         return max(self._timeout_s, TIMEOUT_S) if stage == progress.IMPORT else self._timeout_s
 

@@ -92,7 +92,7 @@ def tell(end: End) -> Told | None:
     if end.silent_s:
         stack = _subject_stack(end.stack)
         at = f" ({stack[0]})" if stack else ""
-        silence = f"no progress for {end.silent_s:.0f} s {where}{at}"
+        silence = f"no progress for {end.silent_s:g} s {where}{at}"
         if stage in progress.OF_THE_SUBJECT:
             sentence = f"hangs: bucket {bucket}: {silence}; the process was killed"
             return _told(end, STATUS_MISMATCH, sentence, Diagnosis.HANGS, bucket, round_, stack)
