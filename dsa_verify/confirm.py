@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, TypeVar
 
 from dsa_verify import diagnose_dcp
@@ -20,6 +20,7 @@ from dsa_verify.glue_routing import Route
 from dsa_verify.job import Job, remap_slots_of
 from dsa_verify.judge import RING_ENTRIES, Difference, Phase, Tally, expected_words, live_words
 from dsa_verify.layouts.indexer import scheduled_lengths
+from dsa_verify.owners import held_in
 from dsa_verify.regions import Kind, Region
 from dsa_verify.replayer import AddressChange, Lane, Replayer, SubjectFault, WrongRoute, host_copy
 from dsa_verify.rounds import RoundTable
@@ -56,19 +57,15 @@ def confirm(job: Job, rounds: Sequence[Round], *, waived: set[Covered] | None = 
         replayer = job.open(len(rounds), slots, record=True, first=table)
         capture = {bucket: _capture_moment(job, lane) for bucket, lane in replayer.lanes.items()}
 
-        def evidence_of(lane: Lane, row: int, now: Moment | None = None) -> Evidence:
-            now = _moment(lane, table, row) if now is None else now
-            return Evidence(layout=lane.layout, now=now, earlier=list(history), capture=capture[lane.bucket])
-
         def look_at_replay(lane: Lane, row: int) -> None:
-            evidence = evidence_of(lane, row)
+            evidence = _evidence(lane, _moment(lane, table, row), history, capture)
             found.extend(_findings(job, replayer, lane, evidence, doubts, told))
             found.extend(_beyond_waivers(job, lane, evidence, {finding.field for finding in found}, waived))
             history.append(evidence.now)
 
         def look(lane: Lane, row: int) -> bool:
             if table.twice[row]:  # the first replay has been looked at
-                evidence = evidence_of(lane, row, history.pop())
+                evidence = _evidence(lane, history.pop(), history, capture)
                 found.extend(_findings(job, replayer, lane, evidence, doubts, told))
                 history.append(evidence.now)
             else:
@@ -84,7 +81,7 @@ def confirm(job: Job, rounds: Sequence[Round], *, waived: set[Covered] | None = 
             last = replayer.lanes[rounds[-1].bucket] if rounds else None
             if last is not None:
                 *earlier, now = history
-                evidence = Evidence(layout=last.layout, now=now, earlier=earlier, capture=capture[last.bucket])
+                evidence = _evidence(last, now, earlier, capture)
                 found.extend(_findings(job, replayer, last, evidence, doubts, told))
     except SubjectFault as fault:
         return [fault_finding(job, fault)]
@@ -103,7 +100,7 @@ class _Doubt:
 
 def _replay_again(job: Job, replayer: Replayer, round_: Round, slots: int, doubts: Sequence[_Doubt]) -> None:
     """Replay the inputs of `round_`, the last one, once more, and look at what is in doubt."""
-    again = dataclasses.replace(round_, remap=(), twice=False, poison="loud")
+    again = dataclasses.replace(round_.with_remap(()), twice=False, poison="loud")
     try:
         replayer.run(job.table([again], slots))
     except SubjectFault:
@@ -431,6 +428,17 @@ def _base(job: Job, bucket: int, round_: int) -> Finding:
         bucket=bucket,
         round=round_,
         draft_tokens=job.geometry.draft_tokens,
+    )
+
+
+def _evidence(lane: Lane, now: Moment, earlier: Iterable[Moment], capture: Mapping[int, Moment]) -> Evidence:
+    """What may be said of the round that was replayed last, whose request table lies in the inputs."""
+    return Evidence(
+        layout=lane.layout,
+        now=now,
+        earlier=list(earlier),
+        capture=capture[lane.bucket],
+        owner_of=held_in(lane.layout.geometry, lane.inputs.req_to_token),
     )
 
 

@@ -25,9 +25,9 @@ from dsa_verify.judge import Difference, Phase
 from dsa_verify.law_watch import law_of, scheduled
 from dsa_verify.laws import LawBreak
 from dsa_verify.layouts.indexer import scheduled_lengths
+from dsa_verify.owners import Owner, OwnerOf, drawn_for
 from dsa_verify.poison import plausible_word
 from dsa_verify.regions import LOUD_WORD, Region
-from dsa_verify.rounds import owner_of_slot
 
 Explanation = tuple[Diagnosis, str]
 _ITEM_COLUMNS: Final = (("threshold", "number of items"), ("row", "length"))
@@ -84,21 +84,18 @@ class Moment:
 class Evidence:
     """Everything the diagnosis may look at: the layout, this round, earlier ones (latest last) and the capture.
 
-    `owner_of`: (request, token) whose slot this is; by default the one that page ids of this harness stand for.
+    `owner_of`: whose token a slot is; by default that of the row for which this harness drew it.
     """
 
     layout: Layout
     now: Moment
     earlier: Sequence[Moment]
     capture: Moment
-    owner_of: Callable[[int], tuple[int, int] | None] | None = None
+    owner_of: OwnerOf | None = None
 
-    def owner(self, slot: int) -> tuple[int, int] | None:
-        """(request, token) whose slot `slot` is; None if nobody's."""
-        if self.owner_of is not None:
-            return self.owner_of(slot)
-        owner = owner_of_slot(self.layout.geometry, slot)
-        return None if owner is None else owner[:2]
+    def owner(self, slot: int) -> Owner | None:
+        """Whose token `slot` is; None if nobody's."""
+        return (self.owner_of or drawn_for(self.layout.geometry))(slot)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -294,7 +291,9 @@ def _stands_for(evidence: Evidence, e: Element, row: int, column: int) -> bool:
     batch_row = evidence.now.batch_row(e.field, row)
     if not _is_table(e.field) or batch_row is None or column >= e.field.columns:
         return False
-    return _owner(evidence, e, e.got) == (evidence.now.requests[batch_row], column * e.field.column_step)
+    owner = _owner(evidence, e, e.got)
+    here = owner is not None and owner.token == column * e.field.column_step
+    return owner is not None and here and evidence.now.requests[batch_row] in owner.rows
 
 
 def _before_the_request_table(evidence: Evidence, e: Element) -> Explanation | None:
@@ -316,18 +315,25 @@ def _other_request_in_table(evidence: Evidence, e: Element) -> Explanation | Non
         return None
     owner = _owner(evidence, e, e.got)
     batch_row = evidence.now.batch_row(e.field, e.row)
-    if owner is None or batch_row is None or owner[1] != e.column * e.field.column_step:
+    if owner is None or batch_row is None or owner.token != e.column * e.field.column_step:
         return None
-    mine = evidence.now.requests[batch_row]
-    if owner[0] == mine:
+    if evidence.now.requests[batch_row] in owner.rows:
         return None
+    first = evidence.now.value(e.field, e.row, 0)
+    alike = _owner(evidence, e, first) if first else None
+    if alike is not None and set(alike.rows) & set(owner.rows):
+        # So this says nothing of an earlier round, whoever sat here then.
+        return Diagnosis.REQUEST_MAP, f"that is the same place of {owner}, with the same first page as this request"
     for moment in reversed(evidence.earlier):
-        if batch_row < moment.bucket and moment.requests[batch_row] == owner[0]:
+        sat = moment.requests[batch_row] if batch_row < moment.bucket else None
+        if sat in owner.rows:
+            others = [str(row) for row in owner.rows if row != sat]
+            shared = f" and shares this page with {' and '.join(others)}" if others else ""
             return (
                 Diagnosis.REQUEST_MAP,
-                f"that is request {owner[0]}, which sat in this batch row in round {moment.round}: a stale map",
+                f"that is request {sat}, which sat in this batch row in round {moment.round}{shared}: a stale map",
             )
-    return Diagnosis.REQUEST_MAP, f"that is the same place of request {owner[0]}"
+    return Diagnosis.REQUEST_MAP, f"that is the same place of {owner}{owner.aside}"
 
 
 def _earlier_round(evidence: Evidence, e: Element) -> Explanation | None:
@@ -453,8 +459,11 @@ def _boundary(evidence: Evidence, e: Element) -> Explanation | None:
         return None
     if _is_table(e.field):
         owner, mine = _owner(evidence, e, e.got), _owner(evidence, e, e.want)
-        if owner and mine and owner[0] == mine[0] and owner[1] != mine[1]:
-            return Diagnosis.BOUNDARY, f"that is token {owner[1]} of the same request, expected token {mine[1]}"
+        batch_row = evidence.now.batch_row(e.field, e.row)
+        own = owner and batch_row is not None and evidence.now.requests[batch_row] in owner.rows
+        if own and owner and mine and owner.token != mine.token:
+            where = f"token {owner.token} of the same request{owner.aside}"
+            return Diagnosis.BOUNDARY, f"that is {where}, expected token {mine.token}"
         if abs(e.got - e.want) == 1:
             what = "slot" if e.field.column_step == 1 else "page"
             return Diagnosis.BOUNDARY, f"it is the right value {e.got - e.want:+d} {what}"
@@ -513,8 +522,8 @@ def _is_table(field: Field) -> bool:
     return field.column_step > 0 and field.column_start == 0 and field.live is Live.TOKENS
 
 
-def _owner(evidence: Evidence, e: Element, value: int) -> tuple[int, int] | None:
-    """(request, token) of a table value; a page number stands for its first token."""
+def _owner(evidence: Evidence, e: Element, value: int) -> Owner | None:
+    """Whose a table value is; a page number stands for its first token."""
     return evidence.owner(value * e.field.column_step)
 
 

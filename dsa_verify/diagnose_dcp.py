@@ -135,9 +135,11 @@ def selected_elsewhere(evidence: Evidence, e: Element) -> Explanation | None:
     got, want = (evidence.owner(value) for value in (e.got, e.want))
     if got is None or want is None:
         return None
-    if got[0] != want[0]:
-        return Diagnosis.REQUEST_MAP, f"that is position {got[1]} of request {got[0]}, expected position {want[1]}"
-    return Diagnosis.WRONG_VALUE, f"that is position {got[1]} of the same request, expected position {want[1]}"
+    if evidence.now.requests[e.row] not in got.rows:
+        said, diagnosis = f"{got}{got.aside}", Diagnosis.REQUEST_MAP
+    else:
+        said, diagnosis = f"the same request{got.aside}", Diagnosis.WRONG_VALUE
+    return diagnosis, f"that is position {got.token} of {said}, expected position {want.token}"
 
 
 # Where things lie ----------------------------------------------------------------------------------------------------

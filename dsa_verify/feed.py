@@ -16,15 +16,16 @@ import torch
 
 from dsa_verify.arena import Guard
 from dsa_verify.expand import expansion
-from dsa_verify.geometry import DISJOINT_GENERATIONS, FAR, Geometry
+from dsa_verify.geometry import FAR, Geometry
 from dsa_verify.input_memory import InputMemory
 from dsa_verify.regions import Control
 from dsa_verify.registry import BufferRegistry
-from dsa_verify.rounds import PAD_REQUEST, PAGE_ID_MULTIPLIER, RoundTable, token_capacity
+from dsa_verify.rounds import PAD_REQUEST, PAGE_ID_MULTIPLIER, Array, RoundTable, page_ordinals, token_capacity
 from dsa_verify.static_inputs import static_inputs
 from dsa_verify.subject import Inputs
 
 _DTYPES: Final = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
+_MOVE_WORDS: Final = 4  # row, ordinal of its first page, origin, pages taken from there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +37,7 @@ class _Columns:
     live_candidates: slice
     token_rows: slice
     row_request: slice
-    remap_rows: slice
-    remap_generations: slice
+    moves: slice
     raw: slice
     seed: slice
     poison: slice
@@ -50,8 +50,7 @@ class _Columns:
             "live_candidates": batch,
             "token_rows": 1,
             "row_request": tokens,
-            "remap_rows": remaps,
-            "remap_generations": remaps,
+            "moves": _MOVE_WORDS * remaps,
             "raw": 1,
             "seed": 1,
             "poison": 1,
@@ -137,8 +136,7 @@ class Feed:
                 table.live_candidates,
                 table.token_rows[:, None],
                 table.row_request,
-                table.remap_rows,
-                table.remap_generations,
+                *_moves(self.geometry, table),
                 table.raw[:, None],
                 table.seed[:, None],
                 table.poison[:, None],
@@ -160,8 +158,8 @@ class Feed:
         self.round_index.add_(1)
         row = self._row(bucket)
         torch.index_select(self._packed, 0, self._cursor, out=row.view(1, -1))
-        if columns.remap_rows.stop > columns.remap_rows.start:
-            self._remap(row[columns.remap_rows].long(), row[columns.remap_generations].long())
+        if columns.moves.stop > columns.moves.start:
+            self._move(*row[columns.moves].long().view(_MOVE_WORDS, -1))
         sources = {name: row[piece][:bucket] for name, piece in columns.inputs.items()}
         if self._expand is not None:
             table = self._view(self._oracle, bucket).req_to_token
@@ -179,22 +177,24 @@ class Feed:
             self._current[bucket] = torch.zeros(self._columns.width, dtype=torch.int32, device=self._device)
         return self._current[bucket]
 
-    def _remap(self, rows: torch.Tensor, generations: torch.Tensor) -> None:
-        # Row -1 stands for no remap: the row of the pad request is written as it is.
-        rows = torch.where(rows < 0, PAD_REQUEST, rows)
-        slots = self._token_slots(rows, generations)
+    def _move(self, rows: torch.Tensor, ordinals: torch.Tensor, origins: torch.Tensor, shared: torch.Tensor) -> None:
+        """New pages for `rows`, the first `shared` of which are those that `origins` still have."""
+        starts = self._page_starts(ordinals)
+        taken = self._oracle.req_to_token[:, :: self.geometry.allocator_page].index_select(0, origins)
+        slots = self._slots(rows, torch.where(self._pages < shared[:, None], taken, starts))
         for inputs in (self._subject, self._oracle):
             inputs.req_to_token.index_copy_(0, rows, slots)
 
-    def _token_slots(self, rows: torch.Tensor, generations: torch.Tensor) -> torch.Tensor:
-        """rounds.token_slots on the device, int32."""
+    def _page_starts(self, ordinals: torch.Tensor) -> torch.Tensor:
+        """The first slot of each page of rows of their own, int64 [rows, pages]: rounds.token_slots on the device."""
         geometry = self.geometry
-        base = (generations % DISJOINT_GENERATIONS) * geometry.request_rows + rows
-        ordinal = base[:, None] * geometry.pages_per_row + self._pages
-        page_id = geometry.first_page + (ordinal * PAGE_ID_MULTIPLIER) % geometry.page_id_space
-        slots = (page_id[:, :, None] * geometry.allocator_page + self._offsets).flatten(1)
-        slots = slots[:, : geometry.token_columns].to(torch.int32)
-        return torch.where(rows[:, None] == PAD_REQUEST, torch.zeros_like(slots), slots)
+        ids = geometry.first_page + (ordinals[:, None] + self._pages) * PAGE_ID_MULTIPLIER % geometry.page_id_space
+        return ids * geometry.allocator_page
+
+    def _slots(self, rows: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        """int32 [rows, token columns]; 0 of the pad request."""
+        slots = (starts[:, :, None] + self._offsets).flatten(1)[:, : self.geometry.token_columns]
+        return slots.to(torch.int32) * (rows != PAD_REQUEST)[:, None]
 
     def _inputs(self, system: str, memory: InputMemory, form: str) -> Inputs:
         geometry = self.geometry
@@ -219,7 +219,8 @@ class Feed:
         inputs = Inputs(req_to_token=table, **tensors)
         rows = torch.arange(geometry.request_rows, device=self._device)
         for part in rows.split(256):  # the intermediate is int64 and several times the table
-            inputs.req_to_token[part[0] : part[-1] + 1] = self._token_slots(part, torch.zeros_like(part))
+            starts = self._page_starts(part * geometry.pages_per_row)
+            inputs.req_to_token[part[0] : part[-1] + 1] = self._slots(part, starts)
         return inputs
 
     def _full_to_swa(self) -> torch.Tensor:
@@ -239,3 +240,9 @@ class Feed:
         """The rows of `bucket` of each input that has rows of the batch, in the order of their specifications."""
         tensors = inputs.tensors()
         return {spec.name: tensors[spec.name].narrow(spec.axis, 0, bucket * spec.rows) for spec in self._specs}
+
+
+def _moves(geometry: Geometry, table: RoundTable) -> tuple[Array, Array, Array, Array]:
+    """What `Feed._move` needs of each remap, [M, R] each. Where there is none the pad request moves to where it is."""
+    rows = np.maximum(table.remap_rows, PAD_REQUEST)
+    return rows, page_ordinals(geometry, rows, table.remap_generations), table.remap_origins, table.remap_pages

@@ -1,9 +1,9 @@
 """The diagnostic matrix: 16 configurations of 17 rounds a system, and the endless stream of rounds that follows it.
 
-The rounds are scripted so that each length boundary of contract 10 is crossed in both directions, requests move
-between batch rows and to other pages, buckets interleave, raw batches go large, small, idle, large, and every poison is
-used. `padded` has 68 rounds instead, with every raw batch of both its buckets. A longer run goes on with random rounds
-drawn from the same boundaries.
+The rounds are scripted so that each length boundary of contract 10 is crossed in both directions, requests move between
+batch rows and to other pages, some of which take their first pages from another request or keep them, buckets
+interleave, raw batches go large, small, idle, large, and every poison is used. `padded` has 68 rounds instead, with
+every raw batch of both its buckets. A longer run goes on with random rounds drawn from the same boundaries.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from dsa_verify.geometry import LOG_BASES, MAX_BATCH, PADDED_MODES, WARM_UPS, Ge
 from dsa_verify.indexer_turns import architecture_turn, indexer_turn
 from dsa_verify.kpool_rules import shortest_length
 from dsa_verify.ragged_rules import graph_tokens
-from dsa_verify.rounds import PAD_REQUEST, Array, RoundTable, complete_table, seq_len_fill, tabulate
+from dsa_verify.rounds import (
+    PAD_REQUEST,
+    Array,
+    RoundTable,
+    complete_table,
+    pages_before_writes,
+    seq_len_fill,
+    tabulate,
+)
 from dsa_verify.scenario import POISONS, SEED_LIMIT, Round, drawn_lens, pooled_indexer
 from dsa_verify.schedules import VARIANTS, Placement
 from dsa_verify.systems import OWN_TABLES, System
@@ -219,6 +227,9 @@ def _scripted(config: Config, rng: np.random.Generator, count: int) -> list[Roun
         if i % 8 == 5 and raw > 1:
             requests[1] = requests[0]  # two batch rows of one request
         remap = rng.choice(requests, size=min(raw, i % (REMAPS_PER_ROUND + 1)), replace=False) if raw else requests
+        spare = _spare_pages(config, lengths, requests)
+        if len(remap) and not any(spare[row] for row in remap.tolist()):
+            remap[0] = max(spare, key=spare.__getitem__)  # one that can take a prefix
         rounds.append(
             Round(
                 bucket=bucket,
@@ -228,6 +239,7 @@ def _scripted(config: Config, rng: np.random.Generator, count: int) -> list[Roun
                 accept_lens=_script_accepts(config, i, raw),
                 verify_lens=_script_verify_lens(config, i, bucket, raw),
                 remap=tuple(dict.fromkeys(remap.tolist())),
+                prefixes=_script_prefixes(i, spare, remap.tolist(), rows),
                 poison=POISONS[i % 3],
                 twice=i in (4, 11),
                 seed=int(rng.integers(SEED_LIMIT)) if system == "dcp" else 0,
@@ -297,6 +309,28 @@ def _script_accepts(config: Config, i: int, raw: int) -> tuple[int, ...] | None:
     return tuple(1 + (i + row) % config.geometry.draft_tokens for row in range(raw))
 
 
+def _spare_pages(config: Config, lengths: Array, requests: Array) -> dict[int, int]:
+    """By request row, how many of its first pages no batch row of it writes."""
+    pages = pages_before_writes(config.system.name, config.geometry, lengths)
+    return {row: int(pages[requests == row].min()) for row in requests.tolist()}
+
+
+def _script_prefixes(
+    i: int, spare: dict[int, int], remap: Sequence[int], rows: Array
+) -> tuple[tuple[int, int, int], ...]:
+    """Of the rows that move, the one with the longest request takes as many pages as it may: in two rounds of three
+    those of the longest of the others, or of a row that is not replayed, in the third its own."""
+    if not remap:
+        return ()
+    row = max(remap, key=spare.__getitem__)
+    others = [other for other in spare if other != row]
+    origin = max(others, key=spare.__getitem__) if others else int(rows[-1])
+    if i % 3 == 2:
+        origin = row
+    pages = min(spare[row], spare.get(origin, spare[row]))
+    return ((row, origin, pages),) if pages else ()
+
+
 def _script_verify_lens(config: Config, i: int, bucket: int, raw: int) -> tuple[int, ...] | None:
     """1 to N tokens in turn, as far as the graph has room."""
     if config.system.name != "ragged_verify":
@@ -356,6 +390,7 @@ def _random(config: Config, rng: np.random.Generator, count: int, generations: A
     for i, slot in zip(*np.nonzero(remap_rows >= 0), strict=True):
         generations[remap_rows[i, slot]] += 1
         remap_generations[i, slot] = generations[remap_rows[i, slot]]
+    remap_origins, remap_pages = _prefixes(config, rng, lengths, np.where(live, requests, PAD_REQUEST), remap_rows)
     return complete_table(
         config.system.name,
         geometry,
@@ -371,7 +406,27 @@ def _random(config: Config, rng: np.random.Generator, count: int, generations: A
         accept_lens=np.where(live, rng.integers(1, geometry.draft_tokens + 1, size=shape), geometry.draft_tokens),
         remap_rows=remap_rows,
         remap_generations=remap_generations,
+        remap_origins=remap_origins,
+        remap_pages=remap_pages,
     )
+
+
+def _prefixes(
+    config: Config, rng: np.random.Generator, lengths: Array, requests: Array, remap_rows: Array
+) -> tuple[Array, Array]:
+    """(origins, pages) [M, R]: in half of the rounds in which the first request of the batch moves, it takes some of
+    the pages that another, or itself, does not write in this round."""
+    batch = np.maximum((requests != PAD_REQUEST).sum(1), 1)
+    at = (rng.random(len(batch)) * batch).astype(np.int64)
+    row, origin = requests[:, :1], np.take_along_axis(requests, at[:, None], axis=1)
+    spare = pages_before_writes(config.system.name, config.geometry, lengths)
+    involved = ((requests == row) | (requests == origin)) & (requests != PAD_REQUEST)
+    most = np.where(involved, spare, config.geometry.pages_per_row).min(1)
+    chosen = (remap_rows[:, 0] >= 0) & (remap_rows[:, 0] == row[:, 0]) & (most > 0) & (rng.random(len(batch)) < 0.5)
+    origins, pages = np.full_like(remap_rows, PAD_REQUEST), np.zeros_like(remap_rows)
+    pages[:, 0] = np.where(chosen, 1 + rng.integers(0, np.maximum(most, 1)), 0)
+    origins[:, 0] = np.where(chosen, origin[:, 0], PAD_REQUEST)
+    return origins, pages
 
 
 def _extend_lens(config: Config, rng: np.random.Generator, live: npt.NDArray[np.bool_]) -> Array:

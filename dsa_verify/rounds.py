@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,8 @@ class RoundTable:
     `bucket`, `raw`, `poison` (index into POISONS), `twice`, `seed`, `token_rows`: [M]. `seq_lens`, `requests`,
     `extend_lens`, `accept_lens`, `verify_lens`, `live_tokens`, `live_candidates`: [M, B]. `row_request`: [M, T], the
     batch row that owns each token row (0 beyond `token_rows`). `remap_rows`, `remap_generations`: [M, R], row -1 where
-    there is none. `ragged`, `accepts`, `verifies`: whether rounds of this system say extend, accept, verify lengths.
+    there is none; the first `remap_pages` pages of such a row are those that `remap_origins` had (0 of row 0: none).
+    `ragged`, `accepts`, `verifies`: whether rounds of this system say extend, accept, verify lengths.
     """
 
     bucket: Array
@@ -53,6 +54,8 @@ class RoundTable:
     row_request: Array
     remap_rows: Array
     remap_generations: Array
+    remap_origins: Array
+    remap_pages: Array
     ragged: bool
     accepts: bool
     verifies: bool
@@ -80,6 +83,10 @@ class RoundTable:
             accept_lens=tuple(self.accept_lens[i, :raw].tolist()) if self.accepts else None,
             verify_lens=tuple(self.verify_lens[i, :raw].tolist()) if self.verifies else None,
             remap=tuple(int(row) for row in self.remap_rows[i] if row >= 0),
+            prefixes=tuple(
+                (int(self.remap_rows[i, slot]), int(self.remap_origins[i, slot]), int(self.remap_pages[i, slot]))
+                for slot in np.flatnonzero(self.remap_pages[i])
+            ),
             poison=POISONS[int(self.poison[i])],
             twice=bool(self.twice[i]),
             seed=int(self.seed[i]),
@@ -97,6 +104,20 @@ def rows_per_request(system: str, geometry: Geometry) -> int:
 def token_capacity(system: str, geometry: Geometry, bucket: int) -> int:
     """Token rows that a graph of `bucket` requests is captured with; G of contract 9 in ragged_verify."""
     return graph_tokens(geometry, bucket) if system == "ragged_verify" else bucket * rows_per_request(system, geometry)
+
+
+def tokens_written_back(system: str, geometry: Geometry) -> int:
+    """How far before the end of its length a request writes its first token in a step (contract 4.2, 7.1, 8.2)."""
+    n = geometry.draft_tokens
+    step = geometry.padded_mode if system == "padded" else system
+    return {"target_verify": 0, "ragged_verify": 0, "verify": 0, "draft_block": 0, "draft_extend": n}.get(step, 1)
+
+
+def pages_before_writes(system: str, geometry: Geometry, lengths: Any) -> Any:
+    """Whole allocator pages before the first token that a request of each length writes in a step: those that it may
+    share with another. `lengths`: an integer, or any array or tensor of them."""
+    back = tokens_written_back(system, geometry)
+    return (lengths - back) * (lengths > back) // geometry.allocator_page
 
 
 def seq_len_fill(system: str, geometry: Geometry) -> int:
@@ -130,7 +151,7 @@ def tabulate(
     accept_lens = np.full((count, widest_bucket), n, np.int64)
     verify_lens = np.zeros((count, widest_bucket), np.int64)
     remap_rows = np.full((count, slots), -1, np.int64)
-    remap_generations = np.zeros((count, slots), np.int64)
+    remap_generations, remap_origins, remap_pages = (np.zeros((count, slots), np.int64) for _ in range(3))
     for i, round_ in enumerate(rounds):
         raw = round_.raw_batch
         _check_fits(round_, widest_bucket, slots, where=f"rounds[{i}].")
@@ -144,10 +165,12 @@ def tabulate(
             accept_lens[i, :raw] = round_.accept_lens
         if round_.verify_lens is not None:
             verify_lens[i, :raw] = round_.verify_lens
+        taken = {row: (origin, pages) for row, origin, pages in round_.prefixes}
         for slot, row in enumerate(dict.fromkeys(round_.remap)):
             generations[row] += 1
             remap_rows[i, slot] = row
             remap_generations[i, slot] = generations[row]
+            remap_origins[i, slot], remap_pages[i, slot] = taken.get(row, (PAD_REQUEST, 0))
     return complete_table(
         system,
         geometry,
@@ -163,6 +186,8 @@ def tabulate(
         verify_lens=verify_lens,
         remap_rows=remap_rows,
         remap_generations=remap_generations,
+        remap_origins=remap_origins,
+        remap_pages=remap_pages,
     )
 
 
@@ -200,6 +225,8 @@ def complete_table(
     verify_lens: Array,
     remap_rows: Array,
     remap_generations: Array,
+    remap_origins: Array,
+    remap_pages: Array,
 ) -> RoundTable:
     """A table from its drawn columns; adds what the contract derives from them (live bounds, token rows)."""
     count, widest = seq_lens.shape
@@ -236,6 +263,8 @@ def complete_table(
         row_request=row_request,
         remap_rows=remap_rows,
         remap_generations=remap_generations,
+        remap_origins=remap_origins,
+        remap_pages=remap_pages,
         ragged="extend_lens" in lens,
         accepts="accept_lens" in lens,
         verifies="verify_lens" in lens,
@@ -250,15 +279,19 @@ def _live_candidates(system: str, geometry: Geometry, raw: Array, seq_lens: Arra
     return np.where(np.arange(seq_lens.shape[1])[None, :] < raw[:, None], live, 0)
 
 
+def page_ordinals(geometry: Geometry, rows: Array, generations: Array) -> Array:
+    """The number of the first page of each row, by which its page ids are told from all others; below 2**31."""
+    return ((generations % DISJOINT_GENERATIONS) * geometry.request_rows + rows) * geometry.pages_per_row
+
+
 def token_slots(geometry: Geometry, rows: Array, generations: Array) -> Array:
-    """Slots of whole rows of `req_to_token`: int64 [len(rows), token_columns] (contract 0.1).
+    """Slots of whole rows of `req_to_token` that share nothing: int64 [len(rows), token_columns] (contract 0.1).
 
     Pages are consecutive and aligned; page ids differ between rows, pages and DISJOINT_GENERATIONS generations, so
     a slot says which request and position it belongs to. Row 0, the pad request, is all zero.
     """
     pages = np.arange(geometry.pages_per_row, dtype=np.int64)
-    base = (generations % DISJOINT_GENERATIONS) * geometry.request_rows + rows
-    ordinal = base[:, None] * geometry.pages_per_row + pages[None, :]
+    ordinal = page_ordinals(geometry, rows, generations)[:, None] + pages[None, :]
     page_id = geometry.first_page + (ordinal * PAGE_ID_MULTIPLIER) % geometry.page_id_space
     width = geometry.allocator_page
     slots = (page_id[:, :, None] * width + np.arange(width)).reshape(len(rows), -1)[:, : geometry.token_columns]
@@ -266,7 +299,8 @@ def token_slots(geometry: Geometry, rows: Array, generations: Array) -> Array:
 
 
 def owner_of_slot(geometry: Geometry, slot: int) -> tuple[int, int, int] | None:
-    """(request row, position, generation modulo DISJOINT_GENERATIONS) whose token `slot` is; None if nobody's."""
+    """(request row, position, generation modulo DISJOINT_GENERATIONS) for which `slot` was drawn; None if for nobody.
+    The row need not have it now, and others may have taken it in a prefix."""
     page_id, offset = divmod(slot, geometry.allocator_page)
     inverse = pow(PAGE_ID_MULTIPLIER, -1, geometry.page_id_space)
     ordinal = (page_id - geometry.first_page) * inverse % geometry.page_id_space

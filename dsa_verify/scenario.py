@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,6 +35,8 @@ class Round:
     the raw batch), lengths in tokens and rows of `req_to_token`. `extend_lens`: draft-extend only, tokens of each
     request, all N where it is None. `accept_lens`: draft-extend with a pooled indexer only, accepted tokens of each
     request, 1 to N, all N where it is None. `remap`: request rows that move to other pages before this round.
+    `prefixes`: (row, origin, pages) of rows in `remap` that a prefix cache serves: the first `pages` allocator pages of
+    `row` are those that request row `origin` had in the round before, itself or another; only those behind are new.
     `verify_lens`: ragged_verify only, tokens to verify of each request, 1 to N (contract 9).
     `poison`: what the outputs hold before the replay. `twice`: replay the subject a second time on the same inputs;
     nothing may change. `seed`: dcp only, what the values that a round does not list are hashed from (expand.py).
@@ -47,6 +49,7 @@ class Round:
     accept_lens: tuple[int, ...] | None = None
     verify_lens: tuple[int, ...] | None = None
     remap: tuple[int, ...] = ()
+    prefixes: tuple[tuple[int, int, int], ...] = ()
     poison: str = "loud"
     twice: bool = False
     seed: int = 0
@@ -54,6 +57,11 @@ class Round:
     @property
     def raw_batch(self) -> int:
         return len(self.seq_lens)
+
+    def with_remap(self, rows: Iterable[int]) -> Round:
+        """This round with `rows` moving, those that take a prefix still taking it."""
+        remap = tuple(rows)
+        return dataclasses.replace(self, remap=remap, prefixes=tuple(p for p in self.prefixes if p[0] in remap))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +190,7 @@ def _read_round(data: Any, path: str, system: str, geometry: Geometry, buckets: 
         "accept_lens",
         "verify_lens",
         "remap",
+        "prefixes",
         "poison",
         "twice",
         "seed",
@@ -210,6 +219,8 @@ def _read_round(data: Any, path: str, system: str, geometry: Geometry, buckets: 
     for key, values in per_request.items():
         if values is not None and len(values) != len(seq_lens):
             raise UsageError(f"{path}.{key}: {len(values)} entries for {len(seq_lens)} seq_lens; give one a request")
+    # Row 0 is the pad request and stays all zero (contract 0.1).
+    remap = body.integers("remap", 1, rows - 1, "the last request row", default=())
     return Round(
         bucket=bucket,
         seq_lens=seq_lens,
@@ -217,12 +228,35 @@ def _read_round(data: Any, path: str, system: str, geometry: Geometry, buckets: 
         extend_lens=extend_lens,
         accept_lens=accept_lens,
         verify_lens=verify_lens,
-        # Row 0 is the pad request and stays all zero (contract 0.1).
-        remap=body.integers("remap", 1, rows - 1, "the last request row", default=()),
+        remap=remap,
+        prefixes=_read_prefixes(body, geometry, remap),
         poison=body.choice("poison", POISONS, default="loud"),
         twice=body.get("twice", bool, False),
         seed=_read_seed(body, system),
     )
+
+
+def _read_prefixes(body: _Reader, geometry: Geometry, remap: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+    entries = body.get("prefixes", list, [])
+    limits = (
+        (geometry.request_rows - 1, "the last request row"),
+        (geometry.request_rows - 1, "the last request row"),
+        (geometry.pages_per_row, "the pages of a row"),
+    )
+    found: dict[int, tuple[int, int, int]] = {}
+    for i, entry in enumerate(entries):
+        where = f"{body.at('prefixes')}[{i}]"
+        if type(entry) is not list or len(entry) != 3 or any(type(value) is not int for value in entry):
+            raise UsageError(f"{where}: {_short(entry)} is not three integers; write [row, origin row, pages]")
+        for j, (value, (high, name)) in enumerate(zip(entry, limits, strict=True)):
+            _in_range(value, 1, high, name, f"{where}[{j}]")
+        row, origin, pages = entry
+        if row not in remap:
+            raise UsageError(f"{where}: row {row} does not move in this round; name it in remap, too")
+        if row in found:
+            raise UsageError(f"{where}: row {row} takes a second prefix; give each row one")
+        found[row] = (row, origin, pages)
+    return tuple(found.values())
 
 
 def pooled_indexer(geometry: Geometry) -> bool:
@@ -289,6 +323,8 @@ def _round_to_dict(round_: Round) -> dict[str, Any]:
             data[key] = lens
     if round_.remap:
         data["remap"] = round_.remap
+    if round_.prefixes:
+        data["prefixes"] = round_.prefixes
     if round_.twice:
         data["twice"] = True
     if round_.seed:

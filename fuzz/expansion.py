@@ -21,7 +21,7 @@ import torch
 from dsa_verify.geometry import Geometry
 from dsa_verify.matrix import REMAPS_PER_ROUND, shortest_seq_len
 from dsa_verify.ragged_rules import graph_tokens
-from dsa_verify.rounds import PAD_REQUEST
+from dsa_verify.rounds import PAD_REQUEST, pages_before_writes
 from dsa_verify.scenario import POISONS, Round, drawn_lens
 from fuzz.boundaries import boundary_lengths
 from fuzz.limits import undefined_when_empty
@@ -61,6 +61,9 @@ class Lane(IntEnum):
     TWICE = 14
     SEED = 15
     SPEC = 16  # strategies.py
+    # Of the requests that move; drawn beside the others, which end with SPEC.
+    PREFIX_ROW = 17
+    PREFIX_PAGES = 18
     # world.py and regimes.py
     REUSE = 32
     REGIME = 33
@@ -80,7 +83,9 @@ class Lane(IntEnum):
     ROUND_SEED = 47
     TENANT = 48
     TIE = 49
-    CONFIGURATION = 50  # configurations.py
+    SHARING = 50
+    SHARED_PAGES = 51
+    CONFIGURATION = 52  # configurations.py
 
 
 def word(seed: int, round_: int, lane: int, element: int) -> int:
@@ -190,15 +195,27 @@ def as_round(columns: dict[str, Any], i: int, system: str, geometry: Geometry) -
     lens: dict[str, Any] = {name: tuple(columns[name][i, :raw].tolist()) for name in drawn_lens(system, geometry)}
     if system == "dcp":
         lens["seed"] = int(columns["seed"][i])
+    moves = moves_of(columns, i)
     return Round(
         bucket=int(columns["bucket"][i]),
         seq_lens=tuple(columns["seq_lens"][i, :raw].tolist()),
         requests=tuple(columns["requests"][i, :raw].tolist()),
-        remap=tuple(dict.fromkeys(row for row in columns["remap"][i].tolist() if row >= 0)),
+        remap=tuple(row for row, _, _ in moves),
+        prefixes=tuple(move for move in moves if move[2]),
         poison=POISONS[int(columns["poison"][i])],
         twice=bool(columns["twice"][i]),
         **lens,
     )
+
+
+def moves_of(columns: dict[str, Any], i: int) -> list[tuple[int, int, int]]:
+    """(row, origin, pages) of the request rows that move in row `i`, each once; 0 pages if it takes no prefix."""
+    names = ("remap", "remap_origins", "remap_pages")
+    found: dict[int, tuple[int, int, int]] = {}
+    for row, origin, pages in zip(*(columns[name][i].tolist() for name in names), strict=True):
+        if row >= 0:
+            found.setdefault(row, (row, origin, pages))
+    return list(found.values())
 
 
 def expand_columns(
@@ -208,7 +225,7 @@ def expand_columns(
 
     `bucket`, `raw`, `poison`, `twice`, `seed`: [M]. `seq_lens`, `requests`, `extend_lens`, `accept_lens`,
     `verify_lens`: [M, widest bucket], of which the first `raw` mean something. `remap`: [M, REMAPS_PER_ROUND], -1 for
-    none.
+    none; `remap_origins`, `remap_pages`: as in RoundTable.
     """
     return _Columns(specs, system, geometry, device).columns()
 
@@ -239,16 +256,16 @@ class _Columns:
         self.is_hot = self.live & ((self.batch_row + self.rotation) % self.some < self.hot)
 
     def columns(self) -> dict[str, Any]:
-        requests = self._requests()
+        requests, lengths = self._requests(), self._seq_lens()
         return {
             "bucket": self.bucket[:, 0],
             "raw": self.raw[:, 0],
-            "seq_lens": self._seq_lens(),
+            "seq_lens": lengths,
             "requests": requests,
             "extend_lens": self._extend_lens(),
             "accept_lens": 1 + self._below(Lane.ACCEPT, self.geometry.draft_tokens),
             "verify_lens": self._verify_lens(),
-            "remap": self._remap(requests),
+            **self._moves(requests, lengths),
             "poison": self._once(Lane.POISON, len(POISONS))[:, 0],
             "twice": self._where(self._once(Lane.TWICE, _TWICE_ONE_IN) == 0, 1, 0)[:, 0],
             "seed": self._once(Lane.SEED, _SEED_LIMIT - 1)[:, 0],
@@ -326,12 +343,27 @@ class _Columns:
         total, spare = extra.sum(1)[:, None], room[:, None] - self.raw
         return 1 + self._where(total > spare, extra * spare // self._where(total > 0, total, 1), extra)
 
-    def _remap(self, requests: Any) -> Any:
+    def _moves(self, requests: Any, lengths: Any) -> dict[str, Any]:
+        """Requests of the batch that move, and what they take of others, or keep, which neither writes."""
         words = self.words[:, :, :REMAPS_PER_ROUND]
         moves = (below(words[:, Lane.REMAP], _REMAP_ONE_IN) == 0) & (self.raw > 0)
         batch_row = below(words[:, Lane.REMAP_ROW], self.some)
         round_ = self._array(np.arange(len(self.raw), dtype=np.int64))[:, None]
-        return self._where(moves, requests[round_, batch_row], -1)
+        element = self._array(np.arange(REMAPS_PER_ROUND, dtype=np.int64))[None, :]
+        lanes = self._array(np.array([[Lane.PREFIX_ROW], [Lane.PREFIX_PAGES]], np.int64))
+        drawn, size = (bits(self.seed, self.round, lane[None], element) for lane in lanes)
+        other_row = below(drawn, self.some)
+        spare = pages_before_writes(self.system, self.geometry, lengths)
+        mine, others = spare[round_, batch_row], spare[round_, other_row]
+        # Of a request that several batch rows name, one writes before another.
+        one = self.regime == list(REGIMES).index("one_request")
+        most = self._where(moves & ~one, self._where(mine < others, mine, others), 0)
+        pages = below(size, most + 1)
+        return {
+            "remap": self._where(moves, requests[round_, batch_row], -1),
+            "remap_origins": self._where(pages > 0, requests[round_, other_row], PAD_REQUEST),
+            "remap_pages": pages,
+        }
 
 
 @functools.lru_cache(maxsize=64)

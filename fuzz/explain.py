@@ -280,8 +280,12 @@ class _Study:
                 needed = self._needed([self._with_round(i, dataclasses.replace(round_, twice=False))])
                 self._judge(f"second replay{where}", True, "needed" if needed else FREE, f"replayed twice{where}")
             if round_.remap:
-                needed = self._needed([self._with_round(i, dataclasses.replace(round_, remap=()))])
+                needed = self._needed([self._with_round(i, round_.with_remap(()))])
                 self._judge(f"remap{where}", round_.remap, "needed" if needed else FREE, f"pages remapped{where}")
+            if round_.prefixes:
+                needed = self._needed([self._with_round(i, dataclasses.replace(round_, prefixes=()))])
+                text = f"first pages shared{where}"
+                self._judge(f"prefixes{where}", round_.prefixes, "needed" if needed else FREE, text)
             if self.case.system == "dcp":
                 other = [self._with_round(i, dataclasses.replace(round_, seed=round_.seed + step)) for step in (1, 2)]
                 self._judge(f"seed{where}", round_.seed, str(round_.seed) if self._needed(other) else FREE)

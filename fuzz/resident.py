@@ -16,7 +16,7 @@ from dsa_verify.job import Job
 from dsa_verify.matrix import REMAPS_PER_ROUND
 from dsa_verify.rounds import PAD_REQUEST, Array, RoundTable, complete_table, seq_len_fill
 from fuzz.coverage import Coverage
-from fuzz.expansion import RoundSpec, expand_columns, regimes
+from fuzz.expansion import RoundSpec, expand_columns, moves_of, regimes
 from fuzz.strategies import specs_at
 
 OBSERVED_OF_A_CHUNK: Final = 16  # successive rounds, so that pairs are seen
@@ -51,7 +51,7 @@ def _table(job: Job, specs: list[RoundSpec], generations: Array) -> RoundTable:
         wide[:, : values.shape[1]] = values
         return np.where(live, wide, pad)
 
-    remap_rows, remap_generations = _moves(columns["remap"], generations)
+    moves = _moves(columns, generations)
     system, geometry = job.system.name, job.geometry
     return complete_table(
         system,
@@ -66,20 +66,21 @@ def _table(job: Job, specs: list[RoundSpec], generations: Array) -> RoundTable:
         extend_lens=padded("extend_lens", n),
         accept_lens=padded("accept_lens", n),
         verify_lens=padded("verify_lens", 0) if system == "ragged_verify" else np.zeros((count, widest), np.int64),
-        remap_rows=remap_rows,
-        remap_generations=remap_generations,
+        **moves,
     )
 
 
-def _moves(remap: Array, generations: Array) -> tuple[Array, Array]:
-    """`remap` with each row once a round, and the generation it moves to; `generations` is advanced."""
-    rows = np.full((len(remap), REMAPS_PER_ROUND), -1, np.int64)
-    moved = np.zeros_like(rows)
-    for i in np.flatnonzero((remap >= 0).any(1)):
-        for slot, row in enumerate(dict.fromkeys(row for row in remap[i].tolist() if row >= 0)):
+def _moves(columns: dict[str, Array], generations: Array) -> dict[str, Array]:
+    """The remaps with each row once a round, and the generation it moves to; `generations` is advanced."""
+    count = len(columns["remap"])
+    rows = np.full((count, REMAPS_PER_ROUND), -1, np.int64)
+    moved, origins, pages = (np.zeros_like(rows) for _ in range(3))
+    for i in np.flatnonzero((columns["remap"] >= 0).any(1)):
+        for slot, (row, origin, taken) in enumerate(moves_of(columns, int(i))):
             generations[row] += 1
             rows[i, slot], moved[i, slot] = row, generations[row]
-    return rows, moved
+            origins[i, slot], pages[i, slot] = origin, taken
+    return {"remap_rows": rows, "remap_generations": moved, "remap_origins": origins, "remap_pages": pages}
 
 
 def _host(values: Any) -> Array:

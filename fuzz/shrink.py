@@ -201,10 +201,15 @@ def drop_requests(search: _Search) -> None:
 
 
 def plain_inputs(search: _Search) -> None:
-    """No remaps, no second replay, the loud poison or else the stale one, seed 0."""
-    search.attempt_each(_set(remap=()))
+    """No remaps, no prefixes taken, no second replay, the loud poison or else the stale one, seed 0."""
+    search.attempt_each(lambda round_: round_.with_remap(()))
     for i, round_ in enumerate(search.rounds):
         _drop_parts(round_.remap, partial(_attempt_remaps, search, i))
+    search.attempt_each(_set(prefixes=()))
+    for i, round_ in enumerate(search.rounds):
+        _drop_parts(round_.prefixes, partial(_attempt_prefixes, search, i))
+        for at in range(len(search.rounds[i].prefixes)):
+            _take_less(search, i, at)
     search.attempt_each(_set(twice=False))
     search.attempt_each(_set(poison="loud"))
     search.attempt_each(lambda round_: round_ if round_.poison == "loud" else _set(poison="stale")(round_))
@@ -343,7 +348,23 @@ def _attempt_kept(search: _Search, i: int, rows: Sequence[int]) -> bool:
 
 
 def _attempt_remaps(search: _Search, i: int, rows: Sequence[int]) -> bool:
-    return search.attempt_round(i, _set(remap=tuple(rows)))
+    return search.attempt_round(i, lambda round_: round_.with_remap(rows))
+
+
+def _attempt_prefixes(search: _Search, i: int, prefixes: Sequence[tuple[int, int, int]]) -> bool:
+    return search.attempt_round(i, _set(prefixes=tuple(prefixes)))
+
+
+def _take_less(search: _Search, i: int, at: int) -> None:
+    """Prefix `at` of round `i` as short as the finding allows."""
+    before, (row, origin, pages), after = _around(search.rounds[i].prefixes, at)
+    for fewer in _from_the_least(1, pages):
+        if _attempt_prefixes(search, i, (*before, (row, origin, fewer), *after)):
+            return
+
+
+def _around(items: Sequence[T], at: int) -> tuple[Sequence[T], T, Sequence[T]]:
+    return items[:at], items[at], items[at + 1 :]
 
 
 def _most_requests(search: _Search) -> int:
@@ -380,7 +401,11 @@ def resized(scenario: Scenario, bucket: int, size: int) -> Scenario:
 
 def named_requests(scenario: Scenario) -> list[int]:
     """The request rows that `scenario` mentions, each once, in the order in which they come."""
-    return list(dict.fromkeys(row for round_ in scenario.rounds for row in (*round_.requests, *round_.remap)))
+    return list(dict.fromkeys(row for round_ in scenario.rounds for row in _named_in(round_)))
+
+
+def _named_in(round_: Round) -> Sequence[int]:
+    return (*round_.requests, *round_.remap, *(origin for _, origin, _ in round_.prefixes))
 
 
 def with_requests(scenario: Scenario, names: dict[int, int]) -> Scenario:
@@ -392,6 +417,9 @@ def with_requests(scenario: Scenario, names: dict[int, int]) -> Scenario:
                 round_,
                 requests=tuple(names.get(row, row) for row in round_.requests),
                 remap=tuple(names.get(row, row) for row in round_.remap),
+                prefixes=tuple(
+                    (names.get(row, row), names.get(origin, origin), pages) for row, origin, pages in round_.prefixes
+                ),
             )
             for round_ in scenario.rounds
         ),

@@ -4,19 +4,18 @@ It admits requests, lets them accept drafts, finishes, preempts and brings them 
 between request rows and pages, idles and pads the batch for the sake of another rank. Told to, it also steps outside of
 that: rounds that no engine would produce but that the contract allows (expansion.py, boundaries.py).
 
-Pages are not stored: those of a request row are a function of the row and its generation (`rounds.token_slots`), so
-that a round needs to say no more than which rows move on. The orders in which an allocator reuses freed pages are
-expressed with that. A new request on a row that keeps its generation gets exactly the pages that were freed there last
-(LIFO); one on a row that moves on gets those that were free the longest (FIFO: generations come round after
-DISJOINT_GENERATIONS); or it is left to chance. Two batch rows that name one request row share a prefix, as far as the
-shorter of the two goes; the one that came later gets a row of its own before it grows.
+Pages are not stored: those of a request row are a function of the row and its generation (`rounds.token_slots`), but
+for a prefix that it took from another when it moved (`Round.prefixes`), so that a round needs to say no more than which
+rows move on, and what they take along. The orders in which an allocator reuses freed pages are expressed with that. A
+new request on a row that keeps its generation gets exactly the pages that were freed there last (LIFO); one on a row
+that moves on gets those that were free the longest (FIFO: generations come round after DISJOINT_GENERATIONS); or it is
+left to chance. Two batch rows that name one request row share a prefix, as far as the shorter of the two goes; the one
+that came later gets a row of its own before it grows, with a part of that prefix. Other requests come with the first
+pages of one that is running, or return to those that they had before they were preempted, and have new pages behind
+them. What is shared, nobody writes: it lies in whole pages before the first token that either of the two writes.
 
-What a true allocator would add, and (row, generation) cannot say: two requests that share only their first pages and
-then differ; a preempted request that keeps a cached prefix and gets new pages behind it; the pages that one request
-freed in the hands of *another* row; a row that holds no pages yet beyond its length. None of these changes what a table
-must hold for a given row, so a comparison by value misses nothing that it would see otherwise; but a subject that
-remembers tables by their first page would go wrong only there. `Round` would need the origin of single pages for it,
-(row, first page, origin row, origin generation), and `token_slots` with it.
+What a true allocator would add: the pages that one request freed, behind its prefix, in the hands of *another* row; a
+row that holds no pages yet beyond its length. Neither changes what a table must hold for a given row.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from dsa_verify.errors import UsageError
 from dsa_verify.geometry import DISJOINT_GENERATIONS, Geometry
 from dsa_verify.matrix import REMAPS_PER_ROUND, shortest_seq_len
 from dsa_verify.ragged_rules import graph_tokens
+from dsa_verify.rounds import pages_before_writes, tokens_written_back
 from dsa_verify.scenario import POISONS, Round, drawn_lens
 from fuzz.boundaries import Boundary, Kind, boundaries
 from fuzz.coverage import ON_OTHER_PAGES, SAME_PAGES, TENANTS, Array, Coverage
@@ -98,6 +98,9 @@ class World:
         self.reuse = reuse or REUSES[self._below(Lane.REUSE, len(REUSES))]
         self._draws: Counter[int] = Counter()
         self._moved: list[int] = []
+        self._taken: dict[int, tuple[int, int]] = {}  # by row that moves in the next round: (origin, pages)
+        self._borrowed: dict[int, tuple[int, int, int]] = {}  # by row: (origin, its generation then, pages)
+        self._lent: dict[tuple[int, int], dict[int, int]] = {}  # the same by (origin, generation), pages by row
         self.regimes = names_of(system, geometry, self.buckets, outside=outside, steered=coverage is not None)
         if coverage is not None:
             coverage.expect(self.regimes)
@@ -154,6 +157,7 @@ class World:
             seq_lens=tuple(request.length for request in requests),
             requests=tuple(request.row for request in requests),
             remap=tuple(self._moved),
+            prefixes=self._prefixes(self._moved),
             poison=poison or POISONS[self.draw(Lane.OUTPUT_POISON, len(POISONS))],
             twice=not self.draw(Lane.REPEAT, _TWICE_ONE_IN) if twice is None else twice,
             **lens,
@@ -184,6 +188,9 @@ class World:
         for request in self.live:
             assert self.shortest <= request.length <= self.geometry.context, f"length {request.length}"
             assert 1 <= request.accepted <= self.geometry.draft_tokens, f"{request.accepted} accepted"
+            written = self._whole_pages(request.length)
+            shared = self._shared_pages(request.row)
+            assert shared <= written, f"row {request.row} shares {shared} pages, and writes behind {written}"
         assert len(self._moved) <= REMAPS_PER_ROUND, f"{len(self._moved)} rows move in one round"
 
     # What happens to requests ----------------------------------------------------------------------------------------
@@ -192,17 +199,20 @@ class World:
         """A new request at the end of the batch, the last one finishing where there is no room."""
         if len(self.live) >= self.most or not self.free:
             self.finish(len(self.live) - 1)
-        self._admit(length)
+        self._append(length or self._prompt_length())
         self._preempt_until_pages_suffice()
 
     def fill(self) -> None:
         """New requests until the batch, the rows or the pages are full."""
         while len(self.live) < self.most and self.free:
-            self._admit(None)
+            self._append(self._prompt_length())
         self._preempt_until_pages_suffice()
 
-    def _admit(self, length: int | None) -> None:
-        self._join(Request(self._take_row(), length or self._prompt_length(), self._accept_count()))
+    def _append(self, length: int) -> Request:
+        row = self._take_row()
+        # Where it cannot leave pages that others share, it is one more that has them in its prefix.
+        self._join(Request(row, max(length, self._least_length(row)), self._accept_count()))
+        return self.live[-1]
 
     def _join(self, request: Request, at: int | None = None) -> None:
         """`request` is live from now on, as batch row `at` or the last."""
@@ -213,7 +223,10 @@ class World:
         """Every live request grows by the tokens that were accepted; those at the end of the context finish."""
         for at, request in enumerate(self.live):
             if request.shares and self.free:
+                shared = request.row
                 self.move_row(at)
+                if self.live[at].row != shared:
+                    self._take_prefix(self.live[at], shared, self._spare_pages(shared))
         for request in self.live:
             request.length += request.accepted
             request.accepted = self._accept_count()
@@ -247,9 +260,10 @@ class World:
 
     def move_row(self, at: int) -> None:
         """Batch row `at` moves to another request row, and so to other pages; others that share its row stay."""
-        if not self.free:
+        fitting = self._rows_for(self.live[at].length)
+        if not fitting:
             return self.move_pages(at)
-        row, request = self._take_row(), self.live.pop(at)
+        row, request = self._take_row(fitting), self.live.pop(at)
         self._release(request)
         self._join(dataclasses.replace(request, row=row, shares=False), at)
 
@@ -258,14 +272,21 @@ class World:
         self._move(self.live[at].row)
 
     def share(self, at: int) -> None:
-        """A new request reads the row of batch row `at`, of which it has a prefix."""
+        """A new request has a prefix of batch row `at`: in whole pages, on a row of its own, or it reads the row of the
+        other."""
         if len(self.live) >= self.most:
             last = len(self.live) - 1
             self.finish(last if at != last else 0)
             at = min(at, len(self.live) - 1)
         owner = self.live[at]
-        span = owner.length - self.shortest + 1
-        length = self.shortest + self.draw(Lane.LENGTH, span)
+        most = self._spare_pages(owner.row)
+        if self.free and most and self.draw(Lane.SHARING, 2):
+            pages = 1 + self.draw(Lane.SHARED_PAGES, most)
+            request = self._append(max(self._prompt_length(), self._length_behind(pages)))
+            self._take_prefix(request, owner.row, pages)
+            return self._preempt_until_pages_suffice()
+        shortest = max(self.shortest, self._least_length(owner.row))
+        length = shortest + self.draw(Lane.LENGTH, owner.length - shortest + 1)
         self._join(Request(owner.row, length, self._accept_count(), shares=True))
         self._preempt_until_pages_suffice()
 
@@ -277,7 +298,8 @@ class World:
 
     def jump(self, at: int, length: int) -> None:
         """Batch row `at` has another length from now on, longer or shorter."""
-        self.live[at].length = min(max(length, self.shortest), self.longest)
+        request = self.live[at]
+        request.length = min(max(length, self.shortest, self._least_length(request.row)), self.longest)
 
     def shrink(self, count: int) -> None:
         """All but the first `count` requests finish."""
@@ -286,11 +308,17 @@ class World:
 
     # Rows and pages --------------------------------------------------------------------------------------------------
 
-    def _take_row(self) -> int:
+    def _rows_for(self, length: int) -> list[int]:
+        """Free rows on which a request of `length` writes nothing that others share."""
+        return [row for row in self.free if self._least_length(row) <= length or self._may_move(row)]
+
+    def _take_row(self, fitting: Sequence[int] | None = None) -> int:
+        rows = list(fitting or self.free)
         at = {"lifo": -1, "fifo": 0}.get(self.reuse)
-        row = self.free.pop(self.draw(Lane.ROW, len(self.free)) if at is None else at)
+        row = rows[self.draw(Lane.ROW, len(rows)) if at is None else at]
+        self.free.remove(row)
         fresh = self.reuse == "fifo" or (self.reuse == "random" and bool(self.draw(Lane.FRESH, 2)))
-        if fresh:
+        if fresh or self._shared_pages(row):
             self._move(row)
         return row
 
@@ -303,20 +331,92 @@ class World:
             next(other for other in self.live if other.row == request.row).shares = False
 
     def _move(self, row: int) -> bool:
-        """Whether `row` moves to other pages in this round; only so many can."""
-        if row not in self._moved and len(self._moved) < REMAPS_PER_ROUND:
+        """Whether `row` moves to pages of its own in this round; only so many can."""
+        if not self._may_move(row):
+            return False
+        if row not in self._moved:
             self._moved.append(row)
             self.generations[row] += 1
-        return row in self._moved
+        self._taken.pop(row, None)
+        self._give_back(row)
+        return True
+
+    def _may_move(self, row: int) -> bool:
+        """Whether there is room for it, and others do not have the pages that it would get."""
+        if row in self._moved:
+            return True
+        return len(self._moved) < REMAPS_PER_ROUND and not self._lent_pages(row, self.generations[row] + 1)
 
     def _resume(self) -> None:
+        fitting = self._rows_for(self.waiting[0].length)
+        if not fitting:
+            return
         request = self.waiting.pop(0)
-        row = self._take_row()
+        cached = request.row in self.free and request.row not in (*self._moved, *self._borrowed)
+        cached = cached and self.generations[request.row] == request.generation
+        row = self._take_row(fitting)
         passed = self.generations[row] - request.generation
         if row == request.row and passed % DISJOINT_GENERATIONS == 0 and not self._move(row):
-            self.free.insert(0, row)
-            row = self.free.pop()  # another, unless it is the only one
-        self._join(dataclasses.replace(request, row=row, shares=False))
+            self.free.append(row)
+            others = [other for other in self._rows_for(request.length) if other != row]
+            row = self._take_row(others or [row])
+        resumed = dataclasses.replace(request, row=row, shares=False)
+        self._join(resumed)
+        if cached and self.draw(Lane.SHARING, 2):
+            self._take_prefix(resumed, request.row, self._whole_pages(request.length))
+
+    # Shared pages ----------------------------------------------------------------------------------------------------
+
+    def _take_prefix(self, request: Request, origin: int, pages: int) -> None:
+        """The first `pages` of `request`, or as many as it does not write, are from now on those that `origin` had in
+        the round before; those behind are new. Nothing, where they are not `origin`'s own, or `request` cannot move."""
+        row, pages = request.row, min(pages, self._whole_pages(request.length))
+        moved = origin in self._moved and origin != row
+        if not pages or moved or origin in self._borrowed:
+            return
+        before = self.generations[origin] - (origin in self._moved)
+        if self._move(row):
+            self._taken[row] = (origin, pages)
+            self._borrowed[row] = (origin, before % DISJOINT_GENERATIONS, pages)
+            if origin != row:
+                self._lent.setdefault((origin, before % DISJOINT_GENERATIONS), {})[row] = pages
+
+    def _prefixes(self, rows: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+        """Those of `rows`, which move in this round; what has to wait takes none."""
+        found = tuple((row, *self._taken[row]) for row in rows if row in self._taken)
+        for row in self._taken.keys() - set(rows):
+            self._give_back(row)
+        self._taken.clear()
+        return found
+
+    def _whole_pages(self, length: int) -> int:
+        pages: int = pages_before_writes(self.system, self.geometry, length)
+        return pages
+
+    def _length_behind(self, pages: int) -> int:
+        """The shortest request that does not write the first `pages`."""
+        return pages * self.geometry.allocator_page + tokens_written_back(self.system, self.geometry) if pages else 0
+
+    def _spare_pages(self, row: int) -> int:
+        """What nobody writes of `row`."""
+        return min(self._whole_pages(request.length) for request in self.live if request.row == row)
+
+    def _least_length(self, row: int) -> int:
+        return self._length_behind(self._shared_pages(row))
+
+    def _shared_pages(self, row: int) -> int:
+        """How many of the first pages of `row` another row has, too, or had when it was given them."""
+        taken = self._borrowed.get(row, (0, 0, 0))[2]
+        return max(taken, self._lent_pages(row, self.generations[row]))
+
+    def _lent_pages(self, row: int, generation: int) -> int:
+        """How many of the first pages of `row` in `generation` other rows have."""
+        return max(self._lent.get((row, generation % DISJOINT_GENERATIONS), {}).values(), default=0)
+
+    def _give_back(self, row: int) -> None:
+        """`row` has pages of its own again."""
+        origin, generation, _ = self._borrowed.pop(row, (0, 0, 0))
+        self._lent.get((origin, generation), {}).pop(row, None)
 
     def _preempt_until_pages_suffice(self) -> None:
         used, pages = self._pages_used(), self._pages()
@@ -360,11 +460,19 @@ class World:
         """`round_` from outside, with its own moves as far as they fit, and then those that the batch has still to
         make. What of the batch's does not fit is made in the next round; it is never more than one round holds."""
         own = tuple(dict.fromkeys(round_.remap))[:REMAPS_PER_ROUND]
-        self.generations.update(row for row in own if row not in self._moved)
+        outside = [row for row in own if row not in self._moved]
+        self.generations.update(outside)
+        for row in outside:
+            self._give_back(row)
         owed = tuple(row for row in self._moved if row not in own)
         room = REMAPS_PER_ROUND - len(own)
-        self._moved = list(owed[room:])
-        return self._passed(dataclasses.replace(round_, remap=own + owed[:room]))
+        remap, self._moved = own + owed[:room], list(owed[room:])
+        prefixes = self._prefixes(remap)
+        # A row that comes round to pages that others have is not written there.
+        for at in reversed(range(len(self.live))):
+            if self._least_length(self.live[at].row) > self.live[at].length:
+                self.finish(at)
+        return self._passed(dataclasses.replace(round_, remap=remap, prefixes=prefixes))
 
     def _prompt_length(self) -> int:
         power = self.draw(Lane.LENGTH_POWER, self.longest.bit_length())

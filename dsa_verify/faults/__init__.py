@@ -100,6 +100,14 @@ FAULTS: Final[dict[str, Fault]] = {
             field="cache_seqlens_int32",
         ),
         _fault(
+            "table_of_first_page",
+            "requests that share their first page are given one table (as a cache keyed by it would)",
+            outputs.TableOfFirstPage,
+            D.REQUEST_MAP,
+            field="real_page_table",
+            systems=("decode",),
+        ),
+        _fault(
             "pad_rows_untouched",
             "rows of pad requests are not written",
             outputs.PadRowsUntouched,

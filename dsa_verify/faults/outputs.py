@@ -91,6 +91,18 @@ class RowsRolled(Wrapper):
         self.target.copy_(self.target.roll(1, 0))
 
 
+class TableOfFirstPage(Wrapper):
+    """Tables are remembered by their first page, so that requests which share it are given the longest one's."""
+
+    def in_graph(self) -> None:
+        self.inner.in_graph()
+        first = self.target[:, 0]
+        alike = first[:, None] == first
+        # Of two batch rows of one request the longer has every page of the shorter: that alone spoils nothing.
+        longest = torch.where(alike, self.inputs.seq_lens, -1).argmax(1)
+        self.target.copy_(self.target[longest])
+
+
 class PadRowsUntouched(Wrapper):
     def in_graph(self) -> None:
         kept = self.target.clone()

@@ -18,6 +18,7 @@ from dsa_verify.judge import Difference, Phase, Tally, expected_words, live_word
 from dsa_verify.overlay.inputs import ADDS_DRAFT, SLOTS_REGION
 from dsa_verify.overlay.lane import Lane
 from dsa_verify.overlay.launch import Facts
+from dsa_verify.owners import Owner, OwnerOf
 from dsa_verify.regions import Kind
 
 LINE_SCHEMA: Final = 1
@@ -212,19 +213,22 @@ def _idle_tokens(lane: Lane) -> int:
     return pad + (lane.plan.geometry.draft_tokens if lane.layout.system in ADDS_DRAFT else 0)
 
 
-def _owners(lane: Lane, evidence: Host, now: Moment) -> Callable[[int], tuple[int, int] | None]:
+def _owners(lane: Lane, evidence: Host, now: Moment) -> OwnerOf:
     """Whose token a slot is, by the request map of this check; only of tokens that are live in it."""
     page = lane.plan.geometry.allocator_page
     pages = evidence["pages"]
-    found: dict[int, tuple[int, int]] = {}
+    found: dict[int, Owner] = {}
     for b in range(now.raw):
         live = -(-now.seq_lens[b] // page)
         for at, page_id in enumerate(pages[b, : max(live, 0)].tolist()):
-            found.setdefault(page_id, (now.requests[b], at * page))
+            sharing = found.get(page_id, Owner((), at * page))
+            if sharing.token == at * page:  # as a cached prefix has it, which several share
+                rows = tuple(dict.fromkeys((*sharing.rows, now.requests[b])))
+                found[page_id] = dataclasses.replace(sharing, rows=rows)
 
-    def owner_of(slot: int) -> tuple[int, int] | None:
+    def owner_of(slot: int) -> Owner | None:
         owner = found.get(slot // page)
-        return None if owner is None else (owner[0], owner[1] + slot % page)
+        return None if owner is None else dataclasses.replace(owner, token=owner.token + slot % page)
 
     return owner_of
 
@@ -237,11 +241,11 @@ def _by_page(known: Evidence, first: Difference, diagnosis: Diagnosis, sentence:
     if not slots or field.column_start or field.live is not Live.TOKENS or owner_of is None:
         return diagnosis, sentence
     owner, batch_row = owner_of(first.got * slots), known.now.batch_row(field, first.row)
-    if owner is None or batch_row is None or owner[0] == known.now.requests[batch_row]:
+    if owner is None or batch_row is None or known.now.requests[batch_row] in owner.rows:
         return diagnosis, sentence
     place = describe_place(known, field, first.row, first.column)
     values = f"is {shown(field, first.got)}, must be {shown(field, first.want)}"
-    why = f"that is token {owner[1]} of request {owner[0]}"
+    why = f"that is token {owner.token} of {owner}"
     return Diagnosis.REQUEST_MAP, f"{Diagnosis.REQUEST_MAP.value}: {place} {values}: {why}"
 
 

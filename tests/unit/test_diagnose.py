@@ -15,6 +15,7 @@ from dsa_verify.contract import Layout
 from dsa_verify.diagnose import Evidence, Moment, describe_place, diagnose_field, explain_guard
 from dsa_verify.findings import Diagnosis
 from dsa_verify.judge import Difference, Phase
+from dsa_verify.owners import Owner, held_in
 from dsa_verify.poison import plausible_words
 from dsa_verify.regions import LOUD_WORD, Kind, Region
 from dsa_verify.rounds import token_slots
@@ -140,6 +141,63 @@ def test_the_slot_of_another_request_means_a_wrong_map(name: str, step: int):
     diagnosis, sentence, _ = diagnose(difference(name, 4, slot(6, 8, step), 8 // step))
     assert diagnosis is Diagnosis.REQUEST_MAP
     assert sentence.endswith("that is the same place of request 6")
+
+
+def held(*prefixes: tuple[int, int, int]) -> torch.Tensor:
+    """A request table in which rows have taken first pages of others."""
+    rows = np.arange(GEOMETRY.request_rows)
+    table = token_slots(GEOMETRY, rows, np.zeros_like(rows))
+    for row, origin, pages in prefixes:
+        table[row, : pages * GEOMETRY.allocator_page] = table[origin, : pages * GEOMETRY.allocator_page]
+    return torch.from_numpy(table.astype(np.int32))
+
+
+def test_a_slot_is_whose_the_table_says():
+    table = held((4, 6, 3), (7, 6, 1))
+    table[8] = torch.from_numpy(token_slots(GEOMETRY, np.array([8]), np.array([1]))[0])
+    owner_of = held_in(GEOMETRY, table)
+    assert owner_of(slot(6, 5)) == Owner((4, 6), 5)
+    assert owner_of(slot(6, 2)) == Owner((4, 6, 7), 2)
+    assert owner_of(slot(6, 13)) == Owner((6,), 13)
+    assert owner_of(slot(4, 13)) == Owner((4,), 13)
+    assert owner_of(slot(4, 5)) == Owner((4,), 5, now=False), "it was drawn for row 4, which has another there"
+    assert owner_of(slot(8, 7)) == Owner((8,), 7, now=False)
+    assert owner_of(0) is owner_of(-5) is None
+    assert str(owner_of(slot(6, 2))) == "requests 4, 6 and 7, which share this page"
+
+
+@pytest.mark.parametrize(
+    "prefixes, got, says",
+    [
+        (((6, 8, 3),), slot(6, 8), "that is the same place of request 6 on pages that it does not have in this round"),
+        (((6, 8, 3),), slot(8, 8), "that is the same place of requests 6 and 8, which share this page"),
+        (((2, 8, 3),), slot(2, 8), "no pattern recognised"),  # what was drawn for a row is not its own any more
+        (((2, 8, 1),), slot(8, 8), "that is the same place of request 8, with the same first page as this request"),
+        (((2, 8, 4),), slot(8, 12), "that is token 12 of the same request, expected token 8"),
+        (((2, 8, 1),), slot(8, 12), "no pattern recognised"),
+    ],
+)
+def test_rows_that_share_pages_are_not_taken_for_one_another(prefixes: tuple, got: int, says: str):
+    """Of batch row 1, which is request 2: no sentence names an owner that the table does not show."""
+    now, table = moment(), held(*prefixes)
+    now.want["page_table_1"][1] = table[2, : GEOMETRY.columns]
+    wrong = difference("page_table_1", 4, got, 8, now=now)
+    evidence = Evidence(layout=layout_of(), now=now, earlier=(), capture=IDLE, owner_of=held_in(GEOMETRY, table))
+    assert diagnose_field(evidence, [wrong])[1].endswith(says)
+
+
+def test_a_stale_map_says_with_whom_its_request_shares():
+    evidence = Evidence(
+        layout=layout_of(),
+        now=moment(),
+        earlier=(moment(3, requests=(5, 6, 0)),),
+        capture=IDLE,
+        owner_of=held_in(GEOMETRY, held((6, 8, 3))),
+    )
+    _, sentence, _ = diagnose_field(evidence, [difference("page_table_1", 4, slot(8, 8), 8)])
+    assert sentence.endswith(
+        "request 6, which sat in this batch row in round 3 and shares this page with 8: a stale map"
+    )
 
 
 def test_the_slot_of_an_earlier_request_of_this_row_means_a_stale_map():

@@ -41,23 +41,27 @@ class Model:
         self.seq_lens = np.full(WIDEST, seq_len_fill(system, geometry))
         self.requests = np.full(WIDEST, PAD_REQUEST)
         self.extend_lens = np.full(WIDEST, geometry.draft_tokens)
-        self.generations = np.zeros(geometry.request_rows, np.int64)
+        rows = np.arange(geometry.request_rows)
+        self.table = token_slots(geometry, rows, np.zeros_like(rows))
 
     def step(self, table: RoundTable, i: int) -> None:
         bucket = int(table.bucket[i])
         self.seq_lens[:bucket] = table.seq_lens[i, :bucket]
         self.requests[:bucket] = table.requests[i, :bucket]
         self.extend_lens[:bucket] = table.extend_lens[i, :bucket]
-        for row, generation in zip(table.remap_rows[i], table.remap_generations[i], strict=True):
+        before = self.table.copy()
+        moves = (table.remap_rows, table.remap_generations, table.remap_origins, table.remap_pages)
+        for row, generation, origin, pages in zip(*(column[i] for column in moves), strict=True):
             if row >= 0:
-                self.generations[row] = generation
+                self.table[row] = token_slots(self.geometry, np.array([row]), np.array([generation]))
+                shared = pages * self.geometry.allocator_page
+                self.table[row, :shared] = before[origin, :shared]
 
     def check(self, feed: Feed) -> None:
         for inputs in feed.inputs(WIDEST):
             assert inputs.seq_lens.tolist() == self.seq_lens.tolist()
             assert inputs.req_pool_indices.tolist() == self.requests.tolist()
-            slots = token_slots(self.geometry, np.arange(self.geometry.request_rows), self.generations)
-            assert np.array_equal(inputs.req_to_token.cpu().numpy(), slots)
+            assert np.array_equal(inputs.req_to_token.cpu().numpy(), self.table)
             if self.extends:
                 assert inputs.extend_lens is not None
                 assert inputs.extend_lens.tolist() == self.extend_lens.tolist()
@@ -76,7 +80,7 @@ def test_every_step_writes_its_round_and_nothing_else(system: str, form: str, dt
     config = Config(system=SYSTEMS[system], geometry=geometry, buckets=(WIDEST, 2), rounds=40, seed=3)
     feed, model = make_feed(system, geometry), Model(system, geometry)
     model.check(feed)
-    steps = remaps = 0
+    steps = remaps = prefixes = 0
     for table in config.chunks():
         feed.upload(table)
         for i in range(len(table)):
@@ -92,8 +96,44 @@ def test_every_step_writes_its_round_and_nothing_else(system: str, form: str, dt
             assert feed.round_index.tolist() == [steps]
             steps += 1
             remaps += int((table.remap_rows[i] >= 0).sum())
+            prefixes += int((table.remap_pages[i] > 0).sum())
     assert steps == 40
     assert remaps > 10, "the rounds used here move requests to other pages"
+    assert prefixes > 2, "some of them take the first pages of another, or keep their own"
+
+
+def test_a_prefix_is_what_the_origin_had_in_the_round_before():
+    """Whatever becomes of the origin in the same round; behind it the pages are new, as those of any row that moves."""
+    geometry = small(request_rows=9, context=30)
+    page, whole = geometry.allocator_page, geometry.pages_per_row
+    moved = dict(bucket=2, seq_lens=(5, 6), requests=(3, 4))
+    table = table_of(
+        "decode",
+        geometry,
+        Round(**moved, remap=(3, 4, 5), prefixes=((3, 4, 2), (4, 3, 1), (5, 5, 3))),
+        Round(**moved, remap=(4,)),
+        Round(**moved, remap=(6,), prefixes=((6, 3, whole),)),
+    )
+    feed = make_feed("decode", geometry)
+
+    def drawn(row: int, generation: int) -> list[int]:
+        return (token_slots(geometry, np.array([row]), np.array([generation]))[0, ::page] // page).tolist()
+
+    def held(row: int) -> list[int]:
+        tables = [inputs.req_to_token[row, ::page].tolist() for inputs in feed.inputs(WIDEST)]
+        assert tables[0] == tables[1]
+        return [slot // page for slot in tables[0]]
+
+    feed.upload(table)
+    feed.step(2)
+    assert held(3) == drawn(4, 0)[:2] + drawn(3, 1)[2:]
+    assert held(4) == drawn(3, 0)[:1] + drawn(4, 1)[1:]
+    assert held(5) == drawn(5, 0)[:3] + drawn(5, 1)[3:]
+    feed.step(2)
+    assert held(4) == drawn(4, 2), "whoever moves on without a prefix shares nothing"
+    assert held(3) == drawn(4, 0)[:2] + drawn(3, 1)[2:], "pages stay with those that took them"
+    feed.step(2)
+    assert held(6) == held(3)
 
 
 def test_the_model_sees_a_step_that_forgets_the_oracle(monkeypatch: pytest.MonkeyPatch):

@@ -14,6 +14,7 @@ from support import DEVICE
 
 from dsa_verify.geometry import Geometry
 from dsa_verify.matrix import REMAPS_PER_ROUND
+from dsa_verify.rounds import pages_before_writes
 from dsa_verify.scenario import Scenario, parse_case
 from fuzz.expansion import REGIMES, Lane, RoundSpec, below, bits, expand, expand_columns, regimes, word
 from fuzz.limits import undefined_when_empty
@@ -84,10 +85,18 @@ def test_every_spec_is_within_the_contract(
     for spec, round_ in zip(drawn, rounds, strict=True):
         assert (round_.bucket, round_.raw_batch) == (spec.bucket, spec.raw)
         assert len(round_.remap) <= REMAPS_PER_ROUND
+        lengths = dict(zip(round_.requests, round_.seq_lens, strict=True))
+        for row, origin, pages in round_.prefixes:
+            assert spec.regime != "one_request"
+            assert row in round_.remap
+            for each in (row, origin):
+                assert pages <= pages_before_writes(system, geometry, lengths[each]), "what is shared is written"
         distinct = len(set(round_.requests))
         assert distinct == (spec.raw if spec.regime != "one_request" else spec.raw - max(spec.hot - 1, 0))
         undefined = spec.raw == spec.bucket and undefined_when_empty(system, geometry, spec.bucket)
         assert not undefined or any(round_.seq_lens)
+    if max(buckets) > 1:
+        assert any(row != origin for round_ in rounds for row, origin, _ in round_.prefixes)
     columns = expand_columns(drawn, system, geometry)
     assert columns["seq_lens"].shape == (len(drawn), max(spec.bucket for spec in drawn))
 

@@ -300,6 +300,23 @@ def test_what_does_not_reproduce_is_refused() -> None:
         explain(case_of(*WALK), signature, backend(), subject=BeyondTopK)
 
 
+def test_a_prefix_is_made_short_and_named() -> None:
+    """Of three rows that move, of which two take a prefix, one must, and one page of it."""
+    rounds = [
+        Round(bucket=4, seq_lens=(9, 17), requests=(6, 3), remap=(5,), prefixes=((5, 3, 1),)),
+        Round(bucket=4, seq_lens=(19, 17, 4), requests=(6, 3, 5), remap=(2, 6, 4), prefixes=((2, 5, 1), (6, 3, 3))),
+    ]
+    case = dataclasses.replace(case_of(*rounds), fault="table_of_first_page")
+    job = job_of(EagerDecode, geometry=case.geometry, buckets=case.buckets, fault=case.fault)
+    (found,) = confirm(job, case.rounds)
+    result = shrink(case, Signature.of(found), backend(), subject=EagerDecode)
+    (round_,) = result.scenario.rounds
+    assert (round_.requests, round_.remap) == ((1, 2), (1,))
+    assert round_.prefixes == ((1, 2, 1),)
+    words = explain(result.scenario, Signature.of(result.finding), backend(), subject=EagerDecode)
+    assert "pages remapped; first pages shared; everything else is free" in words.sentence
+
+
 def test_what_could_not_be_tried_in_time_is_said() -> None:
     case, ticks = case_of(*PAIR), itertools.count()
     words = explain(

@@ -10,7 +10,7 @@ from test_fuzz_expansion import configurations
 
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import Geometry
-from dsa_verify.rounds import token_slots
+from dsa_verify.rounds import pages_before_writes, token_slots
 from dsa_verify.scenario import Round, Scenario, parse_case
 from fuzz.boundaries import OTHER_PAGES, Boundary, Kind, boundaries, boundary_lengths, marks
 from fuzz.coverage import Coverage
@@ -64,14 +64,18 @@ def test_every_regime_can_follow_every_other() -> None:
 
 
 def test_only_a_shared_row_is_named_twice_and_only_for_one_round() -> None:
-    world = World("decode", TINY, (4, 2), 2, outside=False)
+    world, seen = World("decode", TINY, (4, 2), 2, outside=False), 0
     for _ in range(100):
         round_ = world.play("shared prefix")
         world.check()
+        if len(set(round_.requests)) == round_.raw_batch:
+            continue  # the other kind of sharing, which the tests below are about
         assert len(set(round_.requests)) == round_.raw_batch - 1
+        seen += 1
         owner, sharer = (i for i, row in enumerate(round_.requests) if row == world.live[-1].row)
         assert round_.seq_lens[sharer] <= round_.seq_lens[owner]
         assert len(set(world.play("steady").requests)) == len(world.live)
+    assert seen > 20
 
 
 def test_a_shared_row_lives_as_long_as_its_last_reader() -> None:
@@ -125,6 +129,99 @@ def test_a_preempted_request_returns_on_other_pages(reuse: str) -> None:
         assert pages(world, world.live[-1].row) != before
         world.emit()
         world.check()
+
+
+class Tables:
+    """The first slot of each page of each request row, as rounds say it."""
+
+    def __init__(self, geometry: Geometry):
+        self.geometry = geometry
+        rows = np.arange(geometry.request_rows)
+        self.generations = np.zeros_like(rows)
+        self.pages = token_slots(geometry, rows, self.generations)[:, :: geometry.allocator_page]
+
+    def play(self, round_: Round) -> None:
+        before, taken = self.pages.copy(), {row: rest for row, *rest in round_.prefixes}
+        for row in round_.remap:
+            self.generations[row] += 1
+            slots = token_slots(self.geometry, np.array([row]), self.generations[[row]])
+            self.pages[row] = slots[0, :: self.geometry.allocator_page]
+            origin, pages = taken.get(row, (row, 0))
+            self.pages[row, :pages] = before[origin, :pages]
+
+
+@configurations
+@pytest.mark.parametrize("reuse", REUSES)
+def test_requests_share_first_pages_and_nobody_writes_them(
+    system: str, preset: str, overrides: dict[str, object], buckets: tuple[int, ...], reuse: str
+) -> None:
+    """Contract 0.1, 4.2, 8.2: of the tables themselves, whatever the world believes."""
+    geometry = Geometry.resolve(preset, overrides)
+    world, tables, shared = World(system, geometry, buckets, 4, outside=False, reuse=reuse), Tables(geometry), 0
+    for round_ in checked(world, 250):
+        tables.play(round_)
+        lengths = dict(zip(round_.requests, round_.seq_lens, strict=True))
+        held = {row: set(tables.pages[row, : -(-length // geometry.allocator_page)]) for row, length in lengths.items()}
+        for row, length in lengths.items():
+            own = set(tables.pages[row, pages_before_writes(system, geometry, length) :])
+            others = set().union(*(pages for other, pages in held.items() if other != row))
+            assert not own & others, f"row {row} writes a page that another has"
+            shared += bool(held[row] & others)
+    assert shared or max(buckets) == 1
+
+
+def test_a_new_request_can_have_the_first_pages_of_another() -> None:
+    world = World("decode", TINY, (4,), 0, outside=False, reuse="lifo")
+    kinds = set[bool]()
+    for _ in range(30):
+        world.shrink(0)
+        world.admit(30)
+        world.emit()
+        (owner,) = world.live
+        world.share(0)
+        new, round_ = world.live[-1], world.emit()
+        kinds.add(new.shares)
+        if not new.shares:
+            ((row, origin, pages),) = round_.prefixes
+            assert (row, origin) == (new.row, owner.row) != (owner.row, owner.row)
+            assert 1 <= pages <= 7
+            assert pages * TINY.allocator_page < new.length
+    assert kinds == {True, False}
+
+
+def test_a_preempted_request_can_return_to_its_first_pages() -> None:
+    world = World("decode", TINY, (4,), 0, outside=False, reuse="lifo")
+    kept = 0
+    for _ in range(30):
+        world.shrink(0)
+        world.admit(30)
+        world.emit()
+        row = world.live[0].row
+        world.preempt()
+        world.resume()
+        round_ = world.emit()
+        assert round_.remap == (row,)
+        assert set(round_.prefixes) <= {(row, row, 7)}
+        kept += len(round_.prefixes)
+    assert 5 < kept < 25
+
+
+def test_a_row_that_shares_is_not_given_to_a_shorter_request() -> None:
+    world = World("decode", TINY, (4,), 0, outside=False, reuse="lifo")
+    while not world._borrowed:
+        world.shrink(0)
+        world.admit(30)
+        world.emit()
+        world.share(0)
+        world.emit()
+    (row,) = world._borrowed
+    for at in (1, 0):
+        world.finish(at)
+    world.free.sort(key=row.__eq__)  # LIFO: the last one is next
+    world.admit(2)
+    assert world.live[0].row == row
+    assert row in world.emit().remap, "it moves to pages of its own"
+    assert world.live[0].length == 2
 
 
 def test_freed_pages_are_reused_in_the_order_that_was_asked_for() -> None:

@@ -29,7 +29,7 @@ from dsa_verify.matrix import (
     shortest_seq_len,
 )
 from dsa_verify.pipelines.basic import Decode, DraftExtend
-from dsa_verify.rounds import RoundTable, tabulate
+from dsa_verify.rounds import RoundTable, pages_before_writes, tabulate
 from dsa_verify.scenario import POISONS, Round, parse_case
 from dsa_verify.subject import Buffers, Inputs
 from dsa_verify.systems import SYSTEMS, System, settled_geometry
@@ -189,7 +189,15 @@ def test_the_script_of_every_configuration(system: System):
         for round_ in rounds:
             assert set(round_.remap) <= set(round_.requests), "those that move are those that are looked at"
             assert len(set(round_.remap)) <= REMAPS_PER_ROUND
+        taken = [(prefix, round_) for round_ in rounds for prefix in round_.prefixes]
+        assert any(row == origin for (row, origin, _), _ in taken), "a request keeps its first pages"
+        for (row, origin, pages), round_ in taken:
+            for length in (
+                n for n, each in zip(round_.seq_lens, round_.requests, strict=True) if each in (row, origin)
+            ):
+                assert pages <= pages_before_writes(system.name, config.geometry, length), "what is shared is written"
         if main >= 4:
+            assert any({row, origin} <= set(r.requests) and row != origin for (row, origin, _), r in taken)
             self_pairs = [len(set(r.requests)) < r.raw_batch for r in rounds]
             assert any(self_pairs), "two batch rows of one request"
 

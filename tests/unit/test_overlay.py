@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +26,9 @@ from dsa_verify.geometry import Geometry
 from dsa_verify.overlay import Overlay
 from dsa_verify.overlay import summary as overlay_summary
 from dsa_verify.overlay.copies import GroupedCopy, Piece, copy_plainly
+from dsa_verify.overlay.report import _owners
 from dsa_verify.overlay.summary import Summary
+from dsa_verify.owners import Owner
 from dsa_verify.registry import BufferRegistry
 from dsa_verify.static_inputs import static_inputs
 from dsa_verify.subject import Inputs
@@ -171,6 +173,18 @@ def test_a_page_of_another_request_is_named_by_it(serving: ModuleType, tmp_path:
     (line,) = hooked.lines("difference")
     assert all(words in line["sentence"] for words in said)
     assert line["diagnosis"] == "request map"
+
+
+def test_a_page_of_several_requests_is_named_by_all_of_them() -> None:
+    """A server's prefix cache gives one page to several, and none of them is wrong to have it."""
+    pages = torch.tensor([[7, 8, 9], [7, 5, 8], [7, 8, 4]])
+    lane = SimpleNamespace(plan=SimpleNamespace(geometry=SimpleNamespace(allocator_page=4)))
+    now = SimpleNamespace(raw=3, seq_lens=(9, 12, 6), requests=(3, 1, 3))
+    owner_of = _owners(lane, {"pages": pages}, now)  # type: ignore[arg-type]
+    assert owner_of(7 * 4 + 3) == Owner((3, 1), 3)
+    assert owner_of(8 * 4 + 1) == Owner((3,), 5), "request 1 has it elsewhere"
+    assert owner_of(5 * 4) == Owner((1,), 4)
+    assert owner_of(4 * 4) is None, "beyond the length"
 
 
 @pytest.mark.parametrize("name, pad", [("seq_lens", 1), ("req_pool_indices", 0), ("out_cache_loc", 0)])

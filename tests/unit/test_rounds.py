@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsa_verify.geometry import DISJOINT_GENERATIONS, PRESETS, Geometry
-from dsa_verify.rounds import owner_of_slot, tabulate, token_slots
+from dsa_verify.rounds import owner_of_slot, pages_before_writes, tabulate, token_slots
 from dsa_verify.scenario import KNOWN_SYSTEMS, POISONS, SEED_LIMIT, Round
 
 WIDEST = 8
@@ -95,12 +95,19 @@ def tabulated(draw: st.DrawFn, systems: tuple[str, ...] = KNOWN_SYSTEMS) -> tupl
             return tuple(draw(st.lists(st.integers(low, high), min_size=raw, max_size=raw)))
 
         ragged = system == "draft_extend" and draw(st.booleans())
+        rows = st.integers(1, geometry.request_rows - 1)
+        remap = tuple(draw(st.lists(rows, max_size=3, unique=True)))
         return Round(
             bucket=bucket,
             seq_lens=several(0, geometry.context),
             requests=several(0, geometry.request_rows - 1),
             extend_lens=several(0, geometry.draft_tokens) if ragged else None,
-            remap=tuple(draw(st.lists(st.integers(1, geometry.request_rows - 1), max_size=3, unique=True))),
+            remap=remap,
+            prefixes=tuple(
+                (row, draw(rows), draw(st.integers(1, geometry.pages_per_row)))
+                for row in dict.fromkeys(remap)
+                if row % 2
+            ),
             poison=draw(st.sampled_from(POISONS)),
             verify_lens=several(1, geometry.draft_tokens) if system == "ragged_verify" else None,
             twice=draw(st.booleans()),
@@ -120,7 +127,7 @@ def test_a_table_gives_its_rounds_back(case: tuple[str, Geometry, list[Round]]):
         if system == "draft_extend" and extend_lens is None:
             extend_lens = (geometry.draft_tokens,) * round_.raw_batch
         assert (got.bucket, got.seq_lens, got.requests) == (round_.bucket, round_.seq_lens, round_.requests)
-        assert (got.extend_lens, got.remap) == (extend_lens, round_.remap)
+        assert (got.extend_lens, got.remap, got.prefixes) == (extend_lens, round_.remap, round_.prefixes)
         assert (got.poison, got.twice, got.seed) == (round_.poison, round_.twice, round_.seed)
         assert got.verify_lens == round_.verify_lens
 
@@ -175,3 +182,30 @@ def test_remaps_advance_generations_and_leave_free_slots_at_minus_one():
     assert table.remap_rows.tolist() == [[5, 2, -1], [-1, -1, -1], [2, -1, -1]]
     assert table.remap_generations.tolist() == [[1, 1, 0], [0, 0, 0], [2, 0, 0]]
     assert (generations[5], generations[2], generations.sum()) == (1, 2, 3)
+
+
+def test_a_prefix_goes_with_the_remap_of_its_row():
+    geometry = Geometry.resolve("tiny")
+    round_ = Round(bucket=1, seq_lens=(1,), requests=(0,), remap=(5, 2), prefixes=((2, 7, 3),))
+    table = tabulate("decode", geometry, [round_], np.zeros(geometry.request_rows, np.int64), widest_bucket=1)
+    assert (table.remap_origins.tolist(), table.remap_pages.tolist()) == ([[0, 7]], [[0, 3]])
+    assert round_.with_remap((2,)).prefixes == round_.prefixes
+    assert round_.with_remap((5,)) == Round(bucket=1, seq_lens=(1,), requests=(0,), remap=(5,))
+
+
+@pytest.mark.parametrize(
+    "system, changes, shared",
+    [
+        # Of pages of 4 tokens, by length: 0, 4, 5, 8 and 9.
+        ("decode", {}, [0, 0, 1, 1, 2]),
+        ("dcp", {}, [0, 0, 1, 1, 2]),
+        ("target_verify", {"draft_tokens": 3}, [0, 1, 1, 2, 2]),
+        ("draft_extend", {"draft_tokens": 4}, [0, 0, 0, 1, 1]),
+        ("padded", {"padded_mode": "decode"}, [0, 0, 1, 1, 2]),
+        ("padded", {"padded_mode": "draft_block", "draft_tokens": 3}, [0, 1, 1, 2, 2]),
+        ("padded", {"padded_mode": "draft_extend", "draft_tokens": 4}, [0, 0, 0, 1, 1]),
+    ],
+)
+def test_pages_before_writes_are_whole_ones(system: str, changes: dict[str, object], shared: list[int]):
+    geometry = Geometry.resolve("tiny", changes)
+    assert pages_before_writes(system, geometry, np.array([0, 4, 5, 8, 9])).tolist() == shared

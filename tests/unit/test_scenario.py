@@ -39,12 +39,19 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             return tuple(draw(st.lists(st.integers(low, high), min_size=raw, max_size=raw)))
 
         ragged = system == "draft_extend" and draw(st.booleans())
+        rows = st.integers(1, geometry.request_rows - 1)
+        remap = tuple(draw(st.lists(rows, max_size=3)))
         return Round(
             bucket=bucket,
             seq_lens=several(0, geometry.context),
             requests=several(0, geometry.request_rows - 1),
             extend_lens=several(0, geometry.draft_tokens) if ragged else None,
-            remap=tuple(draw(st.lists(st.integers(1, geometry.request_rows - 1), max_size=3))),
+            remap=remap,
+            prefixes=tuple(
+                (row, draw(rows), draw(st.integers(1, geometry.pages_per_row)))
+                for row in dict.fromkeys(remap)
+                if row % 2
+            ),
             poison=draw(st.sampled_from(POISONS)),
             verify_lens=several(1, geometry.draft_tokens) if system == "ragged_verify" else None,
             twice=draw(st.booleans()),
@@ -139,7 +146,7 @@ def delete(*path: Any) -> Edit:
     return edit
 
 
-ROUND_KEYS = "bucket, seq_lens, requests, extend_lens, accept_lens, verify_lens, remap, poison, twice, seed"
+ROUND_KEYS = "bucket, seq_lens, requests, extend_lens, accept_lens, verify_lens, remap, prefixes, poison, twice, seed"
 TOP_KEYS = "schema, system, preset, geometry, buckets, seed, subject, fault, found, rounds"
 GEOMETRY_KEYS = ", ".join(field.name for field in dataclasses.fields(Geometry) if field.name != "preset")
 
@@ -241,6 +248,30 @@ BAD_EDITS: dict[str, tuple[Edit, str]] = {
         "rounds[0].requests: 1 entries for 3 seq_lens; give one a request",
     ),
     "remap of row 0": (put("rounds", 0, "remap", [0]), "rounds[0].remap[0]: 0 is below 1; use 1..96"),
+    "prefix that is no triple": (
+        put("rounds", 0, "prefixes", [[3, 1]]),
+        "rounds[0].prefixes[0]: a list is not three integers; write [row, origin row, pages]",
+    ),
+    "prefix of a row that stays": (
+        put("rounds", 0, "prefixes", [[2, 1, 1]]),
+        "rounds[0].prefixes[0]: row 2 does not move in this round; name it in remap, too",
+    ),
+    "prefix from the pad request": (
+        put("rounds", 0, "prefixes", [[3, 0, 1]]),
+        "rounds[0].prefixes[0][1]: 0 is below 1; use 1..96",
+    ),
+    "prefix of no page": (
+        put("rounds", 0, "prefixes", [[3, 1, 0]]),
+        "rounds[0].prefixes[0][2]: 0 is below 1; use 1..2050",
+    ),
+    "prefix longer than a row": (
+        put("rounds", 0, "prefixes", [[3, 1, 2051]]),
+        "rounds[0].prefixes[0][2]: 2051 exceeds the pages of a row 2050; use 1..2050",
+    ),
+    "two prefixes of one row": (
+        put("rounds", 0, "prefixes", [[3, 1, 1], [3, 2, 1]]),
+        "rounds[0].prefixes[1]: row 3 takes a second prefix; give each row one",
+    ),
     "extend_lens beyond the draft": (
         put("rounds", 1, "extend_lens", [5]),
         "rounds[1].extend_lens[0]: 5 exceeds draft_tokens 4; use 0..4",
