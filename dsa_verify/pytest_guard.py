@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, NoReturn
@@ -38,7 +39,11 @@ def guard(config: pytest.Config) -> None:
     if end is None:
         _guarded = config
         return
-    _end(end, options.dsa_findings)
+    try:
+        _end(end, options.dsa_findings)
+    except Exception:  # nothing may go on with the session in this process, too
+        traceback.print_exc()
+        os._exit(pytest.ExitCode.INTERNAL_ERROR)
 
 
 def begin_to_verify() -> None:
