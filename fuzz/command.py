@@ -132,7 +132,7 @@ def _with_the_fault(configs: Sequence[Config], rounds: int, options: Options, ba
             refusals.append(error)
     if not found:
         raise refusals[0]
-    shares = share_out(rounds, [config.rounds for config in found])
+    shares = share_out(rounds, [max(config.rounds, 1) for config in found])
     return [dataclasses.replace(config, rounds=share) for config, share in zip(found, shares, strict=True)]
 
 

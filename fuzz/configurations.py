@@ -130,8 +130,8 @@ def _takes_huge(system: System, subject: str | None, device_type: str, fixed: fr
 
 
 def share_out(rounds: int, weights: Sequence[int]) -> list[int]:
-    """`rounds` by `weights`, of which one is above 0; in all exactly `rounds`."""
-    ends = [rounds * done // sum(weights) for done in itertools.accumulate(weights)]
+    """`rounds` by `weights`, all above 0: in all exactly `rounds`, the first served first where they are few."""
+    ends = [-(-rounds * done // sum(weights)) for done in itertools.accumulate(weights)]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 

@@ -60,10 +60,10 @@ class Plan:
         for system in self.systems:
             _choice("systems", system, KNOWN_SYSTEMS)
             check_system(self.subject, system)
-        for name, value in (("subject", self.subject), ("fault", self.fault)):
-            if value == "":
-                what = "a pipeline" if name == "subject" else "one of `dsa-verify faults`"
-                raise UsageError(f"{name}: empty; name {what}, or leave it out")
+        if self.subject == "":
+            raise UsageError("subject: empty; name a pipeline, or leave it out")
+        if self.fault == "":
+            raise UsageError("fault: empty; name one of `dsa-verify faults`, or leave it out")
         if not self.systems or len(set(self.systems)) != len(self.systems):
             raise UsageError(f"systems: {list(self.systems)} must name at least one system, and each once")
         for name, each in (("batches", self.batches), ("drafts", self.drafts)):

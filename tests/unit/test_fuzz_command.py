@@ -147,6 +147,7 @@ def test_a_fault_is_planted_in_the_configurations_that_have_what_it_spoils(
     drawn = command._configs(known, 60, dataclasses.replace(options, fault=None), backend())
     found = command._configs(known, 60, options, backend())
     assert sum(config.rounds for config in found) == 60
+    assert sum(config.rounds for config in command._configs(known, 1, options, backend())) == 1
     assert [config.geometry for config in found] == [
         config.geometry
         for config in drawn
