@@ -20,6 +20,7 @@ from dsa_verify.case_file import check_case
 from dsa_verify.delivered import LINGER_S, TIMEOUT_S, can_supervise, deliver, left_threads, supervise
 from dsa_verify.report.files import check_file, check_folder
 from dsa_verify.report.streams import lasting_streams
+from dsa_verify.version import own_version
 
 Command = Callable[..., Any]
 
@@ -38,8 +39,21 @@ Exit status:
 """
 
 
+def _say_version(context: click.Context, param: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        click.echo(f"dsa-verify, version {own_version()}")
+        context.exit()
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=STATUSES)
-@click.version_option(package_name="dsa-verify", prog_name="dsa-verify")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_say_version,
+    help="Show the version and exit.",
+)
 def cli() -> None:
     """Replay attention-metadata pipelines in live CUDA graphs beside an eager oracle, and name the first wrong byte."""
 

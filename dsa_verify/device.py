@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 
 from dsa_verify.errors import UsageError
+from dsa_verify.version import own_version
 
 INTERPRET: Final = "TRITON_INTERPRET"
 
@@ -30,14 +31,22 @@ def settle_device(text: str) -> torch.device:
         os.environ[INTERPRET] = "1"
         _check_not_too_late(interpreted=True)
         return torch.device("cpu")
-    index = int(text.partition(":")[2] or 0)
-    if index >= available:
-        raise UsageError(f"device {text!r} is not there; this process sees {available} CUDA device(s); use auto or cpu")
+    index = check_there(text)
     if os.environ.get(INTERPRET, "0") not in ("", "0"):
         raise UsageError(f"device {text!r} needs compiled kernels, but {INTERPRET} is set; unset it, or use cpu")
     _check_not_too_late(interpreted=False)
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def check_there(text: str) -> int:
+    """The index of the device for `cuda` or `cuda:i`; UsageError if this process does not see it. Initialises nothing
+    there."""
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = int(text.partition(":")[2] or 0)
+    if index >= available:
+        raise UsageError(f"device {text!r} is not there; this process sees {available} CUDA device(s); use auto or cpu")
+    return index
 
 
 def _check_not_too_late(*, interpreted: bool) -> None:
@@ -55,7 +64,7 @@ def _check_not_too_late(*, interpreted: bool) -> None:
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions and hardware, as every result records them."""
     facts: dict[str, Any] = {
-        "dsa_verify": package_version("dsa-verify"),
+        "dsa_verify": own_version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": package_version("triton"),

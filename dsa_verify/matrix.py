@@ -124,6 +124,11 @@ def diagnostic_matrix(
     fourth other the indexer is on, and where it is, the architecture turns (indexer_turns.py).
     """
     if "draft_tokens" in fixed:
+        if not system.drafts:
+            raise UsageError(
+                f"draft_tokens: has no effect in {system.name}, which has no draft; leave it out, or give it to "
+                "systems that have one (--draft-tokens)"
+            )
         raise UsageError("draft_tokens: the matrix chooses it; give the draft lengths as drafts (--draft-tokens)")
     configs = []
     for i, (buckets, changes) in enumerate(_shapes(system, geometry, batches, drafts, fixed)):

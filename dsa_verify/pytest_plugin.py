@@ -12,7 +12,7 @@ import dataclasses
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -47,6 +47,12 @@ class Seen:
     rounds: int = 0
     findings: list[list[str]] = dataclasses.field(default_factory=list)
     waived: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def add_findings(self, found: Iterable[list[str]]) -> None:
+        """Each once, however many tests and workers have come upon it."""
+        for each in found:
+            if each not in self.findings:
+                self.findings.append(each)
 
     def add_waived(self, rounds: Mapping[str, int]) -> None:
         for name, count in rounds.items():
@@ -215,8 +221,8 @@ def _open_verification(session: pytest.Session) -> Verification:
     def on_run(run: Run) -> None:
         seen = config.stash[SEEN]
         seen.rounds += run.counts.rounds_checked
-        seen.findings += [[_sentence(finding), finding.reproduce or ""] for finding in run.findings]
-        seen.findings += [[use.sentence, _rerun(config)] for use in run.gone]
+        seen.add_findings([[_sentence(finding), finding.reproduce or ""] for finding in run.findings])
+        seen.add_findings([[use.sentence, _rerun(config)] for use in run.gone])
         seen.add_waived(rounds_by_waiver(run.counts.waivers.values()))
         progress.current().results(seen.findings)
 
@@ -264,6 +270,8 @@ def _rerun(config: pytest.Config) -> str:
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[SEEN] = Seen()
     config.addinivalue_line("markers", GPU_MARKER)
+    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        _check_gpu(config.option.dsa_device)
     if config.option.dsa_cases is not None:
         pytest_cases.collect_folder(config, verification)
 
@@ -292,6 +300,22 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     tests = [item for item in session.items if _uses_dsa(item) and not item.stash.get(NAMED_SKIP, False)]
     seen = session.config.stash[SEEN]
     seen.tests, seen.cases = len(tests), sum(isinstance(item, pytest_cases.CaseItem) for item in tests)
+    # A worker of pytest-xdist cannot end the session; its controller has looked before.
+    if tests and not session.config.option.collectonly and not hasattr(session.config, "workerinput"):
+        _check_gpu(session.config.option.dsa_device)
+
+
+def _check_gpu(device: str) -> None:
+    """pytest.UsageError if the GPU that was asked for by name is not there: said once, and not by each test."""
+    if not device.startswith("cuda"):
+        return
+    from dsa_verify.device import check_there
+    from dsa_verify.errors import UsageError
+
+    try:
+        check_there(device)
+    except UsageError as error:
+        raise pytest.UsageError(f"--dsa-device: {error}") from None
 
 
 def _uses_dsa(item: pytest.Item) -> bool:
@@ -318,7 +342,7 @@ def pytest_testnodedown(node: Any, error: object) -> None:
         seen = node.config.stash[SEEN]
         seen.tests, seen.cases = (max(getattr(seen, name), output[name]) for name in ("tests", "cases"))
         seen.rounds += output["rounds"]
-        seen.findings += output["findings"]
+        seen.add_findings(output["findings"])
         seen.add_waived(output["waived"])
 
 
@@ -347,9 +371,11 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
     seen = config.stash[SEEN]
-    if config.option.collectonly or not (seen.tests or seen.rounds or seen.findings):
+    if config.option.collectonly or exitstatus == pytest.ExitCode.USAGE_ERROR:
+        return
+    if not (seen.tests or seen.rounds or seen.findings):
         return
     wrong = seen.nothing_checked or bool(seen.findings)
     terminalreporter.section("dsa-verify", sep="=", red=wrong, green=not wrong)

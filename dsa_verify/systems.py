@@ -142,16 +142,19 @@ def get_system(name: str) -> System:
     return SYSTEMS[name]
 
 
-def systems_to_run(names: Sequence[str], subject: str | None) -> list[str]:
+def systems_to_run(names: Sequence[str], subject: str | None, of_fault: Sequence[str] | None = None) -> list[str]:
     """Which systems a run covers: those named, else the one that an engine's subject belongs to, else the default.
+    Of the default only those `of_fault`, to which a fault that is planted belongs; all of these, if none is a default.
 
     UsageError for an unknown system, or one that `subject` does not belong to.
     """
     for name in names:
         check_system(subject, get_system(name).name)
     engine = engine_subject(subject)
-    own = [engine.system] if engine is not None else [name for name, system in SYSTEMS.items() if system.by_default]
-    return list(dict.fromkeys(names or own))
+    default = [name for name, system in SYSTEMS.items() if system.by_default]
+    if of_fault is not None:
+        default = [name for name in default if name in of_fault] or list(of_fault)
+    return list(dict.fromkeys(names or ([engine.system] if engine is not None else default)))
 
 
 def settled_geometry(

@@ -16,6 +16,7 @@ import torch
 from dsa_verify import progress
 from dsa_verify.device import environment
 from dsa_verify.errors import UsageError
+from dsa_verify.faults import systems_of
 from dsa_verify.findings import Diagnosis, Finding
 from dsa_verify.geometry import parse_settings
 from dsa_verify.graphs import Backend, open_backend
@@ -69,7 +70,7 @@ class Options:
 def run(options: Options, device: torch.device) -> int:
     """Do it all; returns the exit status. UsageError before anything has run."""
     backend = open_backend(device)
-    names = systems_to_run(options.systems, options.subject)
+    names = systems_to_run(options.systems, options.subject, systems_of(options.fault))
     rounds = options.rounds if options.rounds is not None else ROUNDS[device.type]
     plan = [(get_system(name), _configs(get_system(name), rounds, options, backend)) for name in names]
     ledger = choose_ledger(options.waivers, options.no_waivers).allowing_compilations(options.allow_compilations)

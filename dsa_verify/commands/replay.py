@@ -14,6 +14,7 @@ from dsa_verify import progress
 from dsa_verify.device import environment
 from dsa_verify.edges import edges, why_not_here
 from dsa_verify.errors import UsageError
+from dsa_verify.faults import systems_of
 from dsa_verify.geometry import parse_settings
 from dsa_verify.graphs import Backend, open_backend
 from dsa_verify.matrix import Config, diagnostic_matrix
@@ -170,7 +171,7 @@ def _cases_plan(options: Options, scenarios: Sequence[Scenario]) -> list[_Case]:
 def _matrix_plan(options: Options, backend: Backend) -> list[_Matrix]:
     settings = parse_settings(options.settings)
     plan = []
-    for name in systems_to_run(options.systems, options.subject):
+    for name in systems_to_run(options.systems, options.subject, systems_of(options.fault)):
         system = get_system(name)
         if options.drafts and not system.drafts:
             if options.systems:
@@ -190,4 +191,6 @@ def _matrix_plan(options: Options, backend: Backend) -> list[_Matrix]:
         reasons = [why_not_here(edge, backend.device) for edge in beside]
         configs += [edge.config for edge, why in zip(beside, reasons, strict=True) if why is None]
         plan.append(_Matrix(system=name, configs=configs, not_run=[why for why in reasons if why is not None]))
+    if not plan:
+        raise UsageError("--draft-tokens: has no effect in any system that this run covers; leave it out")
     return plan

@@ -338,6 +338,11 @@ def check_field(reference: str, layouts: Sequence[Layout]) -> None:
         raise UsageError(f"fault field {field!r} is written at capture only; choose one that replays write")
 
 
+def systems_of(reference: str | None) -> tuple[str, ...] | None:
+    """The systems that the fault `NAME` or `NAME:FIELD` belongs to; None without one."""
+    return None if reference is None else get_fault(reference)[0].systems
+
+
 def plant(reference: str, factory: SubjectFactory, system: str | None = None) -> SubjectFactory:
     """A factory of subjects with the fault `NAME` or `NAME:FIELD` planted in what `factory` makes."""
     fault, field = get_fault(reference)

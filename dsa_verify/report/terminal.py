@@ -28,6 +28,13 @@ BAD: Final = "bold red"
 SHOWN_FIELDS: Final = 6  # of those that are not covered for one reason; JSON has all
 
 
+def counted(number: int, noun: str, width: int = 0) -> str:
+    """ "1 replay", "2 replays"; with a `width` of the number as a column, as wide for one as for many."""
+    many = noun + ("es" if noun.endswith("ch") else "s")
+    word = noun if number == 1 else many
+    return f"{number:>{width},} {word:<{len(many)}}" if width else f"{number} {word}"
+
+
 class Terminal:
     """Lines on standard output; rich leaves the colours out where NO_COLOR is set or there is no terminal."""
 
@@ -80,16 +87,20 @@ class Terminal:
     def end(self, run: Run) -> None:
         counts = run.counts
         self.say(
-            f"{run.system:<14} {run.subject:<10} {counts.configs:>3} configs {counts.rounds_checked:>7} replays "
-            f"{counts.elements_compared:>14,} elements  {counts.mismatches} mismatches  "
-            f"{counts.address_changes} address changes  {counts.guard_hits} guard hits  {run.wall_s:.1f} s",
+            f"{run.system:<14} {run.subject:<10} {counted(counts.configs, 'config', 3)} "
+            f"{counted(counts.rounds_checked, 'replay', 7)} {counted(counts.elements_compared, 'element', 14)}  "
+            f"{counted(counts.mismatches, 'mismatch')}  {counted(counts.address_changes, 'address change')}  "
+            f"{counted(counts.guard_hits, 'guard hit')}  {run.wall_s:.1f} s",
             BAD if run.findings or run.gone else "",
         )
         if (late := counts.compilations_after_warmup) and run.may_compile:
-            self.say(f"  {late} kernels were compiled while rounds ran, which is allowed: {run.may_compile}")
+            were = "was" if late == 1 else "were"
+            self.say(
+                f"  {counted(late, 'kernel')} {were} compiled while rounds ran, which is allowed: {run.may_compile}"
+            )
         waived = beyond(rounds_by_waiver(counts.waivers.values()))
         if waived:
-            self.say(f"  {counts.mismatches} mismatches{waived}")
+            self.say(f"  {counted(counts.mismatches, 'mismatch')}{waived}")
         for use in run.gone:
             self.say(f"GONE: {use.sentence}", BAD)
         for line in run.other_versions:
@@ -133,11 +144,11 @@ class Terminal:
         gone = sum(len(run.gone) for run in runs)
         if status == STATUS_EQUAL:
             waived = beyond(rounds_by_waiver(counts.waivers.values())).partition(":")[0]
-            text = f"{counts.rounds_checked} replays checked, all equal{waived}"
+            text = f"{counted(counts.rounds_checked, 'replay')} checked, all equal{waived}"
         elif status == STATUS_NOTHING_VERIFIED:
             text = "nothing was verified: a system or case had no round to check"
         else:
-            text = f"{counts.rounds_checked} replays checked, {findings} finding(s)"
+            text = f"{counted(counts.rounds_checked, 'replay')} checked, {findings} finding(s)"
             text += f", {gone} waived difference(s) gone" if gone else ""
         self.say(f"{text}; exit status {status}", GOOD if status == STATUS_EQUAL else BAD)
 

@@ -8,15 +8,32 @@ the same kind.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from dsa_verify.errors import UsageError
-from dsa_verify.scenario import Scenario
+from dsa_verify.scenario import Scenario, read_case
 
 
-def paths(system: str = "*") -> list[Path]:
-    """The case files, sorted by name: those of `system`, or all."""
-    return sorted(Path(__file__).parent.glob(f"{system}-*.json"))
+def paths(system: str = "*", *, indexer: bool = True, fields: Collection[str] | None = None) -> list[Path]:
+    """The case files, sorted by name: those of `system`, or all.
+
+    For a pipeline that does not make every field, without those that it cannot pass: `indexer=False` leaves out the
+    cases with the indexer's metadata, `fields` those with any other field than these.
+    """
+    found = sorted(Path(__file__).parent.glob(f"{system}-*.json"))
+    return [path for path in found if (indexer and fields is None) or _covered(read_case(path), indexer, fields)]
+
+
+def _covered(case: Scenario, indexer: bool, fields: Collection[str] | None) -> bool:
+    if case.geometry.indexer and not indexer:
+        return False
+    if fields is None:
+        return True
+    from dsa_verify.systems import get_system  # which imports torch
+
+    layouts = [get_system(case.system).layout(case.geometry, bucket) for bucket in case.buckets]
+    return all(field.name in fields for layout in layouts for field in layout)
 
 
 def caught(case: Scenario) -> tuple[str, str]:

@@ -102,9 +102,8 @@ def test_a_failing_item_says_what_the_fixture_says(session, pytester: pytest.Pyt
 
 def test_a_subject_is_looked_for_where_pytest_was_started(session, pytester: pytest.Pytester) -> None:
     write(pytester, "wrong", subject="test_mine:Wrong")
-    result = session(
-        "", "--dsa-cases=kept", "--dsa-trust", "kept"
-    )  # test_mine is no test of this session, and so on no path
+    # test_mine is no test of this session, and so on no path
+    result = session("", "--dsa-cases=kept", "--dsa-trust", "kept")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["never written: dsa_cache_seqlens_int32*"])
 
@@ -112,8 +111,8 @@ def test_a_subject_is_looked_for_where_pytest_was_started(session, pytester: pyt
 def test_the_device_is_the_one_asked_for(session, pytester: pytest.Pytester) -> None:
     write(pytester, "right")
     result = session("", "--dsa-cases=kept", "--dsa-device=cuda:99")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["--dsa-device: device 'cuda:99' is not there; *"])
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --dsa-device: device 'cuda:99' is not there; *"])
 
 
 # Trusted -------------------------------------------------------------------------------------------------------------

@@ -23,14 +23,19 @@ def test_cpu_interprets_kernels_of_test_modules(pytester: pytest.Pytester, monke
     pytester.runpytest_subprocess("--dsa-device=auto").assert_outcomes(failed=1)
 
 
-def test_an_absent_device_is_named(session) -> None:
-    result = session("def test(dsa): dsa.verify('decode')", "--dsa-device=cuda:99")
-    assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stdout.fnmatch_lines(
-        ["--dsa-device: device 'cuda:99' is not there; this process sees * CUDA device(s); use auto or cpu"]
+@pytest.mark.parametrize("options", [(), ("-n2",)], ids=["alone", "xdist"])
+def test_an_absent_device_is_one_usage_error(session, options: tuple[str, ...]) -> None:
+    text = "@pytest.mark.parametrize('i', range(4))\ndef test(dsa, i): dsa.verify('decode')"
+    result = session(text, "--dsa-device=cuda:99", *options)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        ["ERROR: --dsa-device: device 'cuda:99' is not there; this process sees * CUDA device(s); use auto or cpu"]
     )
-    assert "Traceback" not in result.stdout.str()
-    assert "During handling" not in result.stdout.str()
+    assert [word for word in ("Traceback", "failed", "nothing is verified") if word in result.stdout.str()] == []
+
+
+def test_an_absent_device_that_no_test_needs_is_no_error(session) -> None:
+    assert session("def test(): pass", "--dsa-device=cuda:99").ret == pytest.ExitCode.OK
 
 
 @pytest.mark.parametrize("value", ["gpu", "cuda:", "cuda:x", "CPU", ""])

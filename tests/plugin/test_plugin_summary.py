@@ -33,6 +33,22 @@ def test_lines_without_a_finding(session) -> None:
     ]
 
 
+def test_what_two_tests_find_is_listed_once(session) -> None:
+    twice = "@pytest.mark.parametrize('i', range(2))\n"
+    result = session(twice + "def test_wrong(dsa, i): dsa.verify('decode', Wrong, batches=(1,), rounds=2)")
+    result.assert_outcomes(failed=2)
+    count, _, reproduce, last = section(result)
+    assert count == "4 round(s) checked, 1 finding(s)"
+    assert last == reproduce.replace("  reproduce", "next")
+
+
+def test_what_two_workers_find_is_listed_once() -> None:
+    seen = Seen()
+    for worker in ([["a", "x"], ["b", "y"], ["a", "x"]], [["b", "y"], ["b", "z"]]):
+        seen.add_findings(worker)
+    assert seen.findings == [["a", "x"], ["b", "y"], ["b", "z"]]
+
+
 def test_long_lists_are_cut_and_counted() -> None:
     findings = [[f"sentence {i}", f"command {i}"] for i in range(MAX_LISTED_FINDINGS + 3)]
     lines = list(_summary(Seen(tests=1, rounds=1, findings=findings)))

@@ -45,5 +45,5 @@ def test_a_skip_for_lack_of_a_gpu_is_named(session, monkeypatch: pytest.MonkeyPa
     text = "@pytest.mark.gpu\ndef test(dsa): pass"
     assert session(text).ret == pytest.ExitCode.OK
     asked_for = session(text, "--dsa-device=cuda")
-    assert asked_for.ret == pytest.ExitCode.TESTS_FAILED
-    asked_for.stdout.fnmatch_lines([FAILED])
+    assert asked_for.ret == pytest.ExitCode.USAGE_ERROR
+    asked_for.stderr.fnmatch_lines(["ERROR: --dsa-device: device 'cuda' is not there; *"])

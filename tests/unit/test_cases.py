@@ -55,6 +55,20 @@ def test_the_cases_of_one_system():
     assert of_dcp == [path for path in PATHS if read_case(path).system == "dcp"]
 
 
+def test_the_cases_of_a_pipeline_without_indexer():
+    plain = paths("target_verify", indexer=False)
+    left_out = set(paths("target_verify")) - set(plain)
+    assert [path.stem for path in left_out] == ["target_verify-not_refreshed"]
+    assert not any(read_case(path).geometry.indexer for path in plain)
+
+
+def test_the_cases_that_some_fields_cover():
+    system, plain = SYSTEMS["target_verify"], paths("target_verify", indexer=False)
+    fields = {field.name for field in system.layout(read_case(plain[0]).geometry, 1)}
+    assert paths("target_verify", fields=fields) == plain
+    assert paths("target_verify", fields=fields - {"real_page_table"}) == []
+
+
 @pytest.mark.parametrize("found", [None, "stale: it", "fault : it", "fault a:b:c: it", "fault skip_refresh"])
 def test_a_case_that_names_no_fault_is_refused(found: str | None):
     geometry = Geometry.resolve("tiny")

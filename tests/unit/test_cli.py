@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from dsa_verify import verify, whole_files
+from dsa_verify import verify, version, whole_files
 from dsa_verify.commands import new
-from dsa_verify.faults import conduct, names
+from dsa_verify.faults import conduct, names, systems_of
+from dsa_verify.report.terminal import counted
+from dsa_verify.systems import systems_to_run
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--preset", "tiny", "--batch", "4", "--draft-tokens", "4")
@@ -155,6 +157,76 @@ def test_wrong_usage_is_one_clear_line_and_status_2(dsa_verify: Cli, arguments: 
     assert said in text
     assert "Traceback" not in text
     assert not list(Path().iterdir())
+
+
+@pytest.mark.parametrize("arguments", [("--set", "draft_tokens=3"), ("--draft-tokens", "3")], ids=lambda each: each[0])
+def test_of_a_system_without_drafts_no_option_sends_to_the_other(dsa_verify: Cli, arguments: tuple[str, str]) -> None:
+    status, text = dsa_verify("replay", "--system", "dcp", *arguments)
+    assert (status, "has no effect in dcp, which has no draft; leave it out" in text) == (2, True), text
+
+
+@pytest.mark.parametrize(
+    "fault, systems",
+    [
+        (None, ["decode", "target_verify", "draft_extend"]),
+        ("skip_refresh", ["decode", "target_verify", "draft_extend"]),
+        ("wrong_draft_offset", ["target_verify", "draft_extend"]),
+        ("wrong_owner", ["dcp"]),
+        ("stale_draft_steps", ["mtp"]),
+    ],
+)
+def test_a_fault_picks_its_systems(fault: str | None, systems: list[str]) -> None:
+    assert systems_to_run((), None, systems_of(fault)) == systems
+    assert systems_to_run(("padded",), None, systems_of(fault)) == ["padded"]  # where it is refused, if it must be
+
+
+@pytest.mark.parametrize("command", ["replay", "fuzz --shrink-seconds 0"])
+def test_a_fault_without_a_system_is_found_where_it_belongs(dsa_verify: Cli, command: str) -> None:
+    line = f"{command} --fault unclamped_length --preset tiny --batch 1 --draft-tokens 6 --rounds 20"
+    status, text = dsa_verify(*line.split())
+    assert (status, "FOUND in draft_extend" in text) == (1, True), text
+
+
+def test_drafts_that_no_system_of_a_fault_has_are_wrong_usage(dsa_verify: Cli) -> None:
+    status, text = dsa_verify("replay", "--fault", "wrong_owner", "--draft-tokens", "2")
+    assert (status, "--draft-tokens: has no effect in any system that this run covers" in text) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "number, width, said",
+    [(1, 0, "1 mismatch"), (0, 0, "0 mismatches"), (1, 3, "  1 mismatch  "), (1234, 0, "1234 mismatches")],
+)
+def test_counts_are_grammatical(number: int, width: int, said: str) -> None:
+    assert counted(number, "mismatch", width) == said
+    assert counted(12345, "config", 7) == " 12,345 configs"
+
+
+def test_one_of_each_is_said_as_one(dsa_verify: Cli) -> None:
+    status, text = dsa_verify(*ONE.replace("--rounds 2", "--rounds 1").split())
+    assert status == 0
+    assert re.search(
+        r"decode +triton +1 config +1 replay +\d+ elements  0 mismatches  0 address changes  0 guard", text
+    )
+    assert "1 replay checked, all equal; exit status 0" in text
+
+
+def test_a_source_tree_says_its_version(dsa_verify: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def absent(name: str) -> str:
+        raise version.PackageNotFoundError(name)
+
+    monkeypatch.setattr(version, "version", absent)
+    of_project = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert of_project is not None
+    said = f"{of_project[1]} from a source tree"
+    assert dsa_verify("--version") == (0, f"dsa-verify, version {said}\n")
+    assert dsa_verify(*ONE.split())[1].startswith(f"dsa-verify {said}, torch ")
+    monkeypatch.setattr(version, "PROJECT_FILE", tmp_path / "pyproject.toml")
+    assert version.own_version() == "from a source tree"
+
+
+def test_the_package_can_be_run_as_a_module(tmp_path: Path) -> None:
+    done = in_shell(tmp_path, f"{sys.executable} -m dsa_verify --version")
+    assert (done.returncode, done.stdout.startswith("dsa-verify, version ")) == (0, True), done.stderr
 
 
 def test_a_bad_case_names_its_path_and_status_2(dsa_verify: Cli) -> None:

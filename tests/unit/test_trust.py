@@ -102,19 +102,8 @@ def test_the_line_that_reproduces_a_finding_works_as_typed(dsa_verify: Cli) -> N
         "class Mine(EagerDecode):\n    def in_graph(self):\n        super().in_graph()\n"
         "        self.out['cache_seqlens_int32'].add_(1)\n"
     )
-    options = (
-        "--system",
-        "decode",
-        "--preset",
-        "tiny",
-        "--batch",
-        "1",
-        "--rounds",
-        "20",
-        "--subject",
-        "wrong_one:Mine",
-    )
-    status, text = dsa_verify("fuzz", *options)
+    line = "fuzz --system decode --preset tiny --batch 1 --rounds 20 --subject wrong_one:Mine"
+    status, text = dsa_verify(*line.split())
     assert status == 1
     lines = re.findall(r"reproduce: dsa-verify (.+)\n", text)
     assert ["small" in line for line in lines] == [False, True]
