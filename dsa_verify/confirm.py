@@ -100,7 +100,7 @@ class _Doubt:
 
 def _replay_again(job: Job, replayer: Replayer, round_: Round, slots: int, doubts: Sequence[_Doubt]) -> None:
     """Replay the inputs of `round_`, the last one, once more, and look at what is in doubt."""
-    again = dataclasses.replace(round_.with_remap(()), twice=False, poison="loud")
+    again = dataclasses.replace(round_.with_remap(()), twice=False, foreign=False, poison="loud")
     try:
         replayer.run(job.table([again], slots))
     except SubjectFault:

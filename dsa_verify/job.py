@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 
 from dsa_verify import progress
 from dsa_verify.engines import check_device
 from dsa_verify.errors import NothingVerified
-from dsa_verify.faults import check_field, forgotten_inputs, plant
+from dsa_verify.faults import brings_foreign_work, check_field, forgotten_inputs, plant
 from dsa_verify.geometry import Geometry
 from dsa_verify.graphs import Backend
 from dsa_verify.matrix import REMAPS_PER_ROUND
@@ -19,9 +20,12 @@ from dsa_verify.own_form import own_form
 from dsa_verify.replayer import Replayer
 from dsa_verify.rounds import RoundTable, tabulate
 from dsa_verify.scenario import Round, Scenario
-from dsa_verify.subject import SubjectFactory, not_covered
+from dsa_verify.subject import SubjectFactory, has_foreign_work, not_covered
 from dsa_verify.systems import System, subject_factory
 from dsa_verify.waivers import NO_WAIVERS, Ledger, Waiver
+
+_FOREIGN_SHARE: Final = 0.125  # of the rounds
+_FOREIGN_STREAM: Final = 0xF0  # so that these draws are none of those that make the rounds
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,22 @@ class Job:
     not_covered: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ledger: Ledger = NO_WAIVERS
     waivers: tuple[Waiver, ...] = ()
+
+    @property
+    def foreign(self) -> bool:
+        """Whether rounds may have foreign work before them."""
+        return has_foreign_work(self.factory) or (self.fault is not None and brings_foreign_work(self.fault))
+
+    def with_foreign_work(self, chunks: Iterable[RoundTable], turn: int = 0) -> Iterator[RoundTable]:
+        """`chunks` with foreign work before one round of each at least, if there is any; others at another `turn`."""
+        rng = np.random.default_rng([self.seed, turn, _FOREIGN_STREAM])
+        for table in chunks:
+            if not self.foreign or not len(table):
+                yield table
+                continue
+            drawn = rng.random(len(table)) < _FOREIGN_SHARE
+            drawn[rng.integers(len(table))] = True
+            yield dataclasses.replace(table, foreign=drawn.astype(np.int64))
 
     @property
     def may_compile(self) -> str:

@@ -28,7 +28,7 @@ from dsa_verify.replayer import Lane, Replayer, raise_if_lost
 
 _FLIP: Final = 1 << 30  # makes an integer impossible and a float many times larger or smaller
 _NAMED: Final = 3  # replaced functions of torch in one sentence
-_Tensor: Final[Any] = torch._C.TensorBase  # type: ignore[attr-defined]
+_Tensor: Final[Any] = torch._C.TensorBase
 
 
 def _functions() -> dict[str, object]:

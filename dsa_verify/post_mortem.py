@@ -29,7 +29,7 @@ _OWN_SIGNALS: Final = frozenset(
 SHOWN_FRAMES: Final = 8
 _FRAME: Final = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 # Where the harness calls the subject: what is above it in a stack is the subject's doing.
-_CALLERS: Final = frozenset({"_replay_subject", "_open_subject", "_check_pointers"})
+_CALLERS: Final = frozenset({"_replay_subject", "_other_work", "_open_subject", "_check_pointers"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

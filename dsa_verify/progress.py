@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dsa_verify.rounds import RoundTable
 
 # Stages, by number; what is said of them is in STAGES.
-OURS, IMPORT, CONSTRUCT, ALLOCATE, WARM_UP, CAPTURE, BEFORE_REPLAY, REPLAY, OUTPUTS, DEVICE = range(10)
+OURS, IMPORT, CONSTRUCT, ALLOCATE, WARM_UP, CAPTURE, BEFORE_REPLAY, REPLAY, OUTPUTS, DEVICE, FOREIGN = range(11)
 STAGES: Final = (
     "code that is not the subject's",
     "import",
@@ -32,9 +32,10 @@ STAGES: Final = (
     "replay",
     "outputs",
     "waiting for the device",
+    "foreign_work",
 )
 # In these, code of the subject runs.
-OF_THE_SUBJECT: Final = frozenset({CONSTRUCT, ALLOCATE, WARM_UP, CAPTURE, BEFORE_REPLAY, REPLAY, OUTPUTS})
+OF_THE_SUBJECT: Final = frozenset({CONSTRUCT, ALLOCATE, WARM_UP, CAPTURE, BEFORE_REPLAY, REPLAY, OUTPUTS, FOREIGN})
 
 # Slots, each an int64.
 (
@@ -61,9 +62,9 @@ _ARRIVED: Final = 0x5EA1ED0000
 _HEAD, _TEST, _THREADS, _RESULTS = 0, 1, 2, 3
 _TEXT_BYTES: Final = (1 << 20, 1 << 16, 1 << 14, 16 << 20, 16 << 20)  # results twice: the old ones stand until the end
 _CHUNK_BYTES: Final = 32 << 20
-_COLUMNS: Final = ("bucket", "raw", "poison", "twice", "seed")
+_COLUMNS: Final = ("bucket", "raw", "poison", "twice", "foreign", "seed")
 _WIDE: Final = ("seq_lens", "requests", "extend_lens", "accept_lens", "verify_lens")
-_REMAPS: Final = ("remap_rows", "remap_generations")
+_REMAPS: Final = ("remap_rows", "remap_generations", "remap_origins", "remap_pages")
 
 
 class Progress:

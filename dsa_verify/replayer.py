@@ -138,6 +138,7 @@ class Lane:
     ledger: dict[str, Identity]
     at_capture: dict[str, torch.Tensor]
     first_replay: FirstReplay | None = None
+    disturbed: bool = False  # whether its own fields have been prepared for other inputs since its last round
     rounds: int = 0
 
 
@@ -221,13 +222,15 @@ class Replayer:
         called where a round is replayed twice, when the buffers hold what the first replay left."""
         self.feed.upload(table)
         progress.current().chunk(table, self.rounds_run)
-        rounds = zip(table.bucket.tolist(), table.raw.tolist(), table.twice.tolist(), strict=True)
+        columns = (table.bucket, table.raw, table.twice, table.foreign)
+        rounds = zip(*(column.tolist() for column in columns), strict=True)
         before, state = self._compilations(), TorchState.now()
         try:
             with memory_told_apart(), self._state_kept(state), compilations.in_rounds(self._where):
-                for i, (bucket, raw, twice) in enumerate(rounds):
+                for i, (bucket, raw, twice, foreign) in enumerate(rounds):
                     between = None if after_first is None else functools.partial(after_first, self.lanes[bucket], i)
-                    self._round(self.lanes[bucket], raw, bool(twice), between)
+                    before_it = functools.partial(self._other_work, self.lanes[bucket], table, i) if foreign else None
+                    self._round(self.lanes[bucket], raw, bool(twice), between, before_it)
                     if after_round is not None and after_round(self.lanes[bucket], i):
                         return
             self._refuse_copies()
@@ -266,7 +269,7 @@ class Replayer:
         last, judge what a round leaves for later."""
         self._judge_constants()
         for lane in self.lanes.values():
-            if lane is not self._last and lane.rounds:
+            if lane is not self._last and lane.rounds and not lane.disturbed:
                 lane.judge_private()
 
     def poll(self) -> dict[int, Tally]:
@@ -300,15 +303,24 @@ class Replayer:
 
     # One round -------------------------------------------------------------------------------------------------
 
-    def _round(self, lane: Lane, raw: int, twice: bool, between: Callable[[], None] | None) -> None:
+    def _round(
+        self,
+        lane: Lane,
+        raw: int,
+        twice: bool,
+        between: Callable[[], None] | None,
+        before_it: Callable[[], None] | None,
+    ) -> None:
         self._round_number = self._slots[progress.ROUND] = self.rounds_run
         self._slots[progress.BEATS] += 1
         self._bucket = lane.bucket
         with _device_errors():
             if self._last is not lane:
                 self._judge_constants()
-                if lane.rounds:
+                if lane.rounds and not lane.disturbed:
                     lane.judge_private()
+            if before_it is not None:
+                before_it()
             lane.prepare()
             if lane.judge_filled is not None:
                 lane.judge_filled()
@@ -323,10 +335,47 @@ class Replayer:
         self._check_pointers(lane)
         self._slots[progress.STAGE] = progress.OURS
         lane.rounds += 1
+        lane.disturbed = False
         self.rounds_run += 1
         self._last = lane
         if self._record:
             self._judge_constants()
+
+    def _other_work(self, lane: Lane, table: RoundTable, row: int) -> None:
+        """What a server does besides before it replays `lane`: the eager preparation of another batch, then whatever
+        the subject declares."""
+        other = self._prepared_again(lane, table, row)
+        state, stage, bucket = TorchState.now(), progress.BEFORE_REPLAY, lane.bucket
+        try:
+            if other is not None:
+                if other.rounds and not other.disturbed:
+                    other.judge_private()
+                bucket, other.disturbed = other.bucket, True
+                self._enter(stage, bucket)
+                other.subject.before_replay()
+                self._back(stage, bucket, state)
+            work = getattr(lane.subject, "foreign_work", None)
+            if work is not None:
+                self._enter(stage := progress.FOREIGN, bucket := lane.bucket)
+                work()
+                self._back(stage, bucket, state)
+        except (Exception, SystemExit) as error:
+            state.put_back()
+            self._raise_fault(error, stage, bucket)
+        self._slots[progress.STAGE] = progress.OURS
+
+    def _prepared_again(self, lane: Lane, table: RoundTable, row: int) -> Lane | None:
+        """The bucket whose eager work may be done once more on the inputs that the last round left: the one that was
+        replayed then, or else the next narrower one, whose requests are the first of them."""
+        if self._last is None or not row:
+            return None
+        other: Lane | None = self._last
+        if other is lane:
+            narrower = [each for bucket, each in self.lanes.items() if bucket < lane.bucket]  # widest first
+            other = narrower[0] if narrower else None
+            if other is not None and not table.seq_lens[row - 1, : other.bucket].any():
+                return None  # a schedule over nothing but empty requests may be undefined (contract 3.6)
+        return None if other is None or other.routed is not None else other
 
     def _replay_again(self, lane: Lane, raw: int, between: Callable[[], None] | None) -> None:
         if between is not None:

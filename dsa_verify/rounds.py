@@ -31,17 +31,18 @@ _COLUMNS: Final = {"req_pool_indices": "requests"}  # where an input is called o
 class RoundTable:
     """M rounds, padded to the widest bucket B and the most token rows T. All arrays are int64.
 
-    `bucket`, `raw`, `poison` (index into POISONS), `twice`, `seed`, `token_rows`: [M]. `seq_lens`, `requests`,
-    `extend_lens`, `accept_lens`, `verify_lens`, `live_tokens`, `live_candidates`: [M, B]. `row_request`: [M, T], the
-    batch row that owns each token row (0 beyond `token_rows`). `remap_rows`, `remap_generations`: [M, R], row -1 where
-    there is none; the first `remap_pages` pages of such a row are those that `remap_origins` had (0 of row 0: none).
-    `ragged`, `accepts`, `verifies`: whether rounds of this system say extend, accept, verify lengths.
+    `bucket`, `raw`, `poison` (index into POISONS), `twice`, `foreign`, `seed`, `token_rows`: [M]. `seq_lens`,
+    `requests`, `extend_lens`, `accept_lens`, `verify_lens`, `live_tokens`, `live_candidates`: [M, B]. `row_request`:
+    [M, T], the batch row that owns each token row (0 beyond `token_rows`). `remap_rows`, `remap_generations`: [M, R],
+    row -1 where there is none; the first `remap_pages` pages of such a row are those that `remap_origins` had (0 of row
+    0: none). `ragged`, `accepts`, `verifies`: whether rounds of this system say extend, accept, verify lengths.
     """
 
     bucket: Array
     raw: Array
     poison: Array
     twice: Array
+    foreign: Array
     seed: Array
     token_rows: Array
     seq_lens: Array
@@ -89,6 +90,7 @@ class RoundTable:
             ),
             poison=POISONS[int(self.poison[i])],
             twice=bool(self.twice[i]),
+            foreign=bool(self.foreign[i]),
             seed=int(self.seed[i]),
         )
 
@@ -178,6 +180,7 @@ def tabulate(
         raw=np.array([r.raw_batch for r in rounds], np.int64),
         poison=np.array([POISONS.index(r.poison) for r in rounds], np.int64),
         twice=np.array([r.twice for r in rounds], np.int64),
+        foreign=np.array([r.foreign for r in rounds], np.int64),
         seed=np.array([r.seed for r in rounds], np.int64),
         seq_lens=seq_lens,
         requests=requests,
@@ -227,6 +230,7 @@ def complete_table(
     remap_generations: Array,
     remap_origins: Array,
     remap_pages: Array,
+    foreign: Array | None = None,
 ) -> RoundTable:
     """A table from its drawn columns; adds what the contract derives from them (live bounds, token rows)."""
     count, widest = seq_lens.shape
@@ -251,6 +255,7 @@ def complete_table(
         raw=raw,
         poison=poison,
         twice=twice,
+        foreign=np.zeros_like(twice) if foreign is None else foreign,
         seed=seed,
         token_rows=token_rows,
         seq_lens=seq_lens,

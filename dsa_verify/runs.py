@@ -127,7 +127,7 @@ class Runner:
                 self.backend,
                 self.ledger,
             )
-            self._run(job, config.chunks(), config.name, run, waivers_due=True)
+            self._run(job, job.with_foreign_work(config.chunks()), config.name, run, waivers_due=True)
             if run.findings and not self.keep_going:
                 run.stopped_early = i + 1 < len(configs)
                 return

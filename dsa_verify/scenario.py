@@ -39,7 +39,9 @@ class Round:
     `row` are those that request row `origin` had in the round before, itself or another; only those behind are new.
     `verify_lens`: ragged_verify only, tokens to verify of each request, 1 to N (contract 9).
     `poison`: what the outputs hold before the replay. `twice`: replay the subject a second time on the same inputs;
-    nothing may change. `seed`: dcp only, what the values that a round does not list are hashed from (expand.py).
+    nothing may change. `foreign`: other work runs before this round, the eager preparation of another captured batch
+    and what the subject has for `foreign_work`. `seed`: dcp only, what the values that a round does not list are hashed
+    from (expand.py).
     """
 
     bucket: int
@@ -52,6 +54,7 @@ class Round:
     prefixes: tuple[tuple[int, int, int], ...] = ()
     poison: str = "loud"
     twice: bool = False
+    foreign: bool = False
     seed: int = 0
 
     @property
@@ -193,6 +196,7 @@ def _read_round(data: Any, path: str, system: str, geometry: Geometry, buckets: 
         "prefixes",
         "poison",
         "twice",
+        "foreign",
         "seed",
     )
     bucket = body.integer("bucket", 1, MAX_BATCH)
@@ -232,6 +236,7 @@ def _read_round(data: Any, path: str, system: str, geometry: Geometry, buckets: 
         prefixes=_read_prefixes(body, geometry, remap),
         poison=body.choice("poison", POISONS, default="loud"),
         twice=body.get("twice", bool, False),
+        foreign=body.get("foreign", bool, False),
         seed=_read_seed(body, system),
     )
 
@@ -327,6 +332,8 @@ def _round_to_dict(round_: Round) -> dict[str, Any]:
         data["prefixes"] = round_.prefixes
     if round_.twice:
         data["twice"] = True
+    if round_.foreign:
+        data["foreign"] = True
     if round_.seed:
         data["seed"] = round_.seed
     return data

@@ -93,7 +93,8 @@ class Subject(Protocol):
     return them from an optional method `outputs() -> Mapping[str, Tensor]`; it also writes the fields that are only
     written at capture. `before_replay` is the eager work before each replay; `in_graph` is what is recorded. What a
     subject itself can say of a wrong element it returns from an optional method `explain(field, row, column, got, want)
-    -> str | None`: it ends the sentence of the finding.
+    -> str | None`: it ends the sentence of the finding. With an optional method `foreign_work() -> None` it declares
+    what else runs between its replays (`has_foreign_work`), which is called before some rounds.
     """
 
     name: str
@@ -135,6 +136,13 @@ def not_covered(factory: SubjectFactory, layout: Layout, device: torch.device) -
             f"{', '.join(field.name for field in layout)}"
         )
     return found
+
+
+def has_foreign_work(factory: object) -> bool:
+    """Whether the subjects of `factory` declare work for between the rounds: a method `foreign_work()` of the class, or
+    an attribute of that name of any other factory. It is eager work of the same process that is not the preparation of
+    a replay, such as a prefill or an idle step; it must leave the static inputs alone."""
+    return getattr(factory, "foreign_work", None) is not None
 
 
 def provenance(factory: SubjectFactory) -> dict[str, str]:

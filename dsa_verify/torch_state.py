@@ -58,7 +58,7 @@ class TorchState:
         return "; ".join(changes)
 
     def _changes(self, now: TorchState) -> list[str]:
-        changes = []
+        changes: list[str] = []
         for field in dataclasses.fields(self):
             old, new = getattr(self, field.name), getattr(now, field.name)
             # The default device is a function mode, too, and CUDA may have been initialised only now.

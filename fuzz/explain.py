@@ -279,6 +279,11 @@ class _Study:
             if round_.twice:
                 needed = self._needed([self._with_round(i, dataclasses.replace(round_, twice=False))])
                 self._judge(f"second replay{where}", True, "needed" if needed else FREE, f"replayed twice{where}")
+            if round_.foreign:
+                needed = self._needed([self._with_round(i, dataclasses.replace(round_, foreign=False))])
+                self._judge(
+                    f"foreign work{where}", True, "needed" if needed else FREE, f"foreign work before it{where}"
+                )
             if round_.remap:
                 needed = self._needed([self._with_round(i, round_.with_remap(()))])
                 self._judge(f"remap{where}", round_.remap, "needed" if needed else FREE, f"pages remapped{where}")

@@ -96,6 +96,7 @@ def fuzz(
             if resident
             else _chunks(job, world, count, chunk_rounds)
         )
+        chunks = job.with_foreign_work(chunks, captures)
         found = verify_rounds(job, chunks, counts, folder=folder, on_rounds=on_rounds)
         findings = [_after(rounds - left, finding) for finding in found]
         captures, left = captures + 1, left - count

@@ -201,7 +201,7 @@ def drop_requests(search: _Search) -> None:
 
 
 def plain_inputs(search: _Search) -> None:
-    """No remaps, no prefixes taken, no second replay, the loud poison or else the stale one, seed 0."""
+    """No remaps, no prefixes taken, no second replay, no foreign work, the loud poison or else the stale one, seed 0."""
     search.attempt_each(lambda round_: round_.with_remap(()))
     for i, round_ in enumerate(search.rounds):
         _drop_parts(round_.remap, partial(_attempt_remaps, search, i))
@@ -211,6 +211,7 @@ def plain_inputs(search: _Search) -> None:
         for at in range(len(search.rounds[i].prefixes)):
             _take_less(search, i, at)
     search.attempt_each(_set(twice=False))
+    search.attempt_each(_set(foreign=False))
     search.attempt_each(_set(poison="loud"))
     search.attempt_each(lambda round_: round_ if round_.poison == "loud" else _set(poison="stale")(round_))
     search.attempt_each(_set(seed=0))

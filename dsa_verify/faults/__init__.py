@@ -265,6 +265,13 @@ FAULTS: Final[dict[str, Fault]] = {
             D.WRONG_ROUTE,
             systems=("padded",),
         ),
+        _fault(
+            "foreign_clobbers",
+            "eager work between replays writes into a workspace of the graph",
+            conduct.ForeignClobbers,
+            D.BOUNDARY,
+            field="cache_seqlens_int32",
+        ),
         _fault("raises_in_capture", "in_graph raises", conduct.RaisesInCapture, D.RAISES),
         _fault(
             "synchronises_in_capture",
@@ -309,6 +316,11 @@ def get_fault(reference: str) -> tuple[Fault, str]:
     if field and not fault.field:
         raise UsageError(f"fault {name!r} has no field to choose; leave out {':' + field!r}")
     return fault, field or fault.field
+
+
+def brings_foreign_work(reference: str) -> bool:
+    """Whether the fault `NAME:FIELD` is in work between the replays, which its subject then declares."""
+    return hasattr(get_fault(reference)[0].wrap, "foreign_work")
 
 
 def forgotten_inputs(reference: str | None) -> frozenset[str]:

@@ -50,6 +50,21 @@ class SynchronisesInCapture(Wrapper):
         self.longest = self.inputs.seq_lens.max().item()
 
 
+class ForeignClobbers(Wrapper):
+    """Eager work between replays leaves a number in a workspace that the graph takes for 0."""
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        super().allocate(geometry, inputs, buffers)
+        self._workspace = torch.zeros(1, dtype=self.target.dtype, device=self.target.device)
+
+    def in_graph(self) -> None:
+        self.inner.in_graph()
+        self.target.add_(self._workspace)
+
+    def foreign_work(self) -> None:
+        self._workspace.fill_(1)
+
+
 class AllocatesInReplay(Wrapper):
     def before_replay(self) -> None:
         self.inner.before_replay()

@@ -30,6 +30,8 @@ class Wrapper:
         # What the verifier asks of a subject beyond the protocol, it must be able to ask through the fault.
         self.ready_before_graph: tuple[str, ...] = getattr(self.inner, "ready_before_graph", ())
         self.explain = getattr(self.inner, "explain", None)
+        if hasattr(self.inner, "foreign_work") and not hasattr(self, "foreign_work"):
+            self.foreign_work = self.inner.foreign_work
         if isinstance(self.inner, Routed):
             self.release, self.glue_conditions = self.inner.release, self.inner.glue_conditions
             self.route = self.route_of(self.inner)

@@ -85,7 +85,7 @@ def verify(system: str, fault: str | None, subject: str | SubjectFactory | None 
     config, counts = config_of(system, fault), Counts()
     subject = "glue" if fault == "glues_idle" else subject
     job = Job.make(SYSTEMS[system], config.geometry, config.buckets, 0, subject, fault, open_backend(DEVICE))
-    return verify_rounds(job, config.chunks(), counts, folder=None), counts
+    return verify_rounds(job, job.with_foreign_work(config.chunks()), counts, folder=None), counts
 
 
 def check(findings: list[Finding], name: str, system: str) -> None:

@@ -51,7 +51,7 @@ def test_a_fault_is_caught_in_cuda_graphs(system: str, name: str):
     backend = open_backend(torch.device("cuda", torch.cuda.current_device()), "cuda")
     subject = "glue" if name == "glues_idle" else None
     job = Job.make(SYSTEMS[system], config.geometry, config.buckets, 0, subject, name, backend)
-    findings = verify_rounds(job, config.chunks(), Counts(), folder=None)
+    findings = verify_rounds(job, job.with_foreign_work(config.chunks()), Counts(), folder=None)
     assert findings
     assert findings[0].diagnosis in faults.FAULTS[name].diagnoses, findings[0].sentence
 

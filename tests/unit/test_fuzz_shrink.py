@@ -119,8 +119,8 @@ def scripted(system: str, fault: str | None = None, *, batch: int = 4, subject: 
     known = SYSTEMS[system]
     drafts = (2,) if known.drafts else None
     config = diagnostic_matrix(known, geometry, batches=(batch,), drafts=drafts, fixed=frozenset(needed))[0]
-    rounds = [round_ for table in config.chunks() for round_ in table.rounds()]
     job = job_of(subject, system=system, buckets=config.buckets, fault=fault, geometry=config.geometry)
+    rounds = [round_ for table in job.with_foreign_work(config.chunks()) for round_ in table.rounds()]
     return job, job.scenario(rounds)
 
 

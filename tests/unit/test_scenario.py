@@ -28,6 +28,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             "request_rows": draw(st.integers(2, 9)),
             "indexer": False,  # asks more of the lengths; a test of its own
             "index_dtype": draw(st.sampled_from(["int32", "int64"])),
+            "warm_ups": draw(st.sampled_from(["refreshed", "together"])),
         },
     )
     buckets = tuple(draw(st.lists(st.integers(1, 20), min_size=1, max_size=3, unique=True)))
@@ -55,6 +56,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             poison=draw(st.sampled_from(POISONS)),
             verify_lens=several(1, geometry.draft_tokens) if system == "ragged_verify" else None,
             twice=draw(st.booleans()),
+            foreign=draw(st.booleans()),
             seed=draw(st.integers(0, SEED_LIMIT - 1)) if system == "dcp" else 0,
         )
 
@@ -146,7 +148,9 @@ def delete(*path: Any) -> Edit:
     return edit
 
 
-ROUND_KEYS = "bucket, seq_lens, requests, extend_lens, accept_lens, verify_lens, remap, prefixes, poison, twice, seed"
+ROUND_KEYS = (
+    "bucket, seq_lens, requests, extend_lens, accept_lens, verify_lens, remap, prefixes, poison, twice, foreign, seed"
+)
 TOP_KEYS = "schema, system, preset, geometry, buckets, seed, subject, fault, found, rounds"
 GEOMETRY_KEYS = ", ".join(field.name for field in dataclasses.fields(Geometry) if field.name != "preset")
 
