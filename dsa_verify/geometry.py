@@ -55,9 +55,10 @@ class Geometry:
     `indexer`: whether the indexer's metadata (schedule, top-k plan; with pooling its views and write plan) is part of
     the layout. Then `multiprocessors` is S, `schedule` a variant of contract 3.2, `plan_rules` a table of contract 5.
     (V4c is told from others by lengths of N columns, which `architecture` 100 alone lays out, though 90 builds it.)
-    `padded_mode`, `window`, `sparse_ratio`, `dense_ratio`, `low_ratios`, `replay_floor`, `index_align`: of padded
-    alone (contract 7): the kind of step, the sliding window, tokens of one compressed entry, whether ratios 1 and 2
-    exist too, the first position that a replay may read, and what widths are rounded up to.
+    `padded_mode`, `window`, `sparse_ratio`, `dense_ratio`, `low_ratios`, `replay_floor`, `request_floors`,
+    `index_align`: of padded alone (contract 7): the kind of step, the sliding window, tokens of one compressed entry,
+    whether ratios 1 and 2 exist too, the first position that a replay may read of any request, whether each request has
+    such a position of its own instead (pad rows keep `replay_floor`), and what widths are rounded up to.
     `graph_tokens`: G of ragged_verify, the most token rows of a graph (0: all buckets hold N a request; contract 9).
     `dcp_size` (D), `dcp_block` (I), `heads`, `head_dim`, `log_base`: of dcp alone (contract 8).
     """
@@ -89,6 +90,7 @@ class Geometry:
     dense_ratio: int = 128
     low_ratios: bool = False
     replay_floor: int = 0
+    request_floors: bool = False
     index_align: int = 64
     graph_tokens: int = 0
     dcp_size: int = 1

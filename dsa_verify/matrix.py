@@ -29,7 +29,7 @@ from dsa_verify.rounds import (
     seq_len_fill,
     tabulate,
 )
-from dsa_verify.scenario import POISONS, SEED_LIMIT, Round, drawn_lens, pooled_indexer
+from dsa_verify.scenario import POISONS, SEED_LIMIT, Round, drawn_lens, has_floors, one_floor_each, pooled_indexer
 from dsa_verify.schedules import VARIANTS, Placement
 from dsa_verify.systems import OWN_TABLES, System
 from dsa_verify.topk_plan_rules import PLAN_RULES
@@ -140,6 +140,8 @@ def diagnostic_matrix(
             turning |= {"dcp_size": DCP_SIZES[i % len(DCP_SIZES)], "log_base": LOG_BASES[i % 2]}
         turning |= architecture_turn(base, i, fixed)
         turning["warm_ups"] = WARM_UPS[i // 3 % 2]
+        if system.name == "padded" and "replay_floor" not in fixed:
+            turning["request_floors"] = True
         turning["request_rows"] = max(geometry.request_rows, max(buckets) + 2)
         turning |= changes
         if geometry.request_rows <= max(buckets) and "request_rows" in fixed:
@@ -243,6 +245,7 @@ def _scripted(config: Config, rng: np.random.Generator, count: int) -> list[Roun
                 extend_lens=_script_extends(config, i, raw),
                 accept_lens=_script_accepts(config, i, raw),
                 verify_lens=_script_verify_lens(config, i, bucket, raw),
+                replay_floors=_script_floors(config, i, lengths, requests),
                 remap=tuple(dict.fromkeys(remap.tolist())),
                 prefixes=_script_prefixes(i, spare, remap.tolist(), rows),
                 poison=POISONS[i % 3],
@@ -312,6 +315,17 @@ def _script_accepts(config: Config, i: int, raw: int) -> tuple[int, ...] | None:
     if config.system.name != "draft_extend" or not pooled_indexer(config.geometry):
         return None
     return tuple(1 + (i + row) % config.geometry.draft_tokens for row in range(raw))
+
+
+def _script_floors(config: Config, i: int, lengths: Array, requests: Array) -> tuple[int, ...] | None:
+    """Floors in the window of each request, at both its ends and beyond, and none, in turn (contract 7.1)."""
+    geometry = config.geometry
+    if not has_floors(config.system.name, geometry):
+        return None
+    before = np.array([0, geometry.window // 2, 1, geometry.window - 1, geometry.window, -1])
+    turn = (i + np.arange(len(lengths))) % (len(before) + 1)
+    floors = np.where(turn == 0, 0, np.clip(lengths - before[turn - 1], 0, geometry.context))
+    return one_floor_each(requests.tolist(), floors.tolist())
 
 
 def _spare_pages(config: Config, lengths: Array, requests: Array) -> dict[int, int]:
@@ -407,6 +421,7 @@ def _random(config: Config, rng: np.random.Generator, count: int, generations: A
         requests=np.where(live, requests, PAD_REQUEST),
         extend_lens=_extend_lens(config, rng, live),
         verify_lens=_verify_lens(config, rng, bucket, live),
+        replay_floors=_floors(config, rng, lengths, requests, live),
         seed=rng.integers(0, SEED_LIMIT, size=count) if config.system.name == "dcp" else np.zeros(count, np.int64),
         accept_lens=np.where(live, rng.integers(1, geometry.draft_tokens + 1, size=shape), geometry.draft_tokens),
         remap_rows=remap_rows,
@@ -446,6 +461,21 @@ def _verify_lens(config: Config, rng: np.random.Generator, bucket: Array, live: 
         return np.zeros(live.shape, np.int64)
     wanted = np.where(live, rng.integers(1, config.geometry.draft_tokens + 1, size=live.shape), 0)
     return _within(wanted, np.array([graph_tokens(config.geometry, int(each)) for each in bucket]))
+
+
+def _floors(
+    config: Config, rng: np.random.Generator, lengths: Array, requests: Array, live: npt.NDArray[np.bool_]
+) -> Array:
+    """0 of half of the request rows; else around the window of one of the lengths that the row has in this round."""
+    geometry, pad = config.geometry, config.geometry.replay_floor
+    if not has_floors(config.system.name, geometry):
+        return np.full_like(lengths, pad)
+    shape = (len(lengths), geometry.request_rows)
+    of_row = np.zeros(shape, np.int64)
+    np.put_along_axis(of_row, requests, lengths, axis=1)
+    of_row = np.clip(of_row - rng.integers(-2, geometry.window + 3, size=shape), 0, geometry.context)
+    of_row = np.where(rng.random(shape) < 0.5, of_row, 0)
+    return np.where(live, np.take_along_axis(of_row, requests, axis=1), pad)
 
 
 def _mostly_first(count: int) -> Array:

@@ -63,7 +63,7 @@ _HEAD, _TEST, _THREADS, _RESULTS = 0, 1, 2, 3
 _TEXT_BYTES: Final = (1 << 20, 1 << 16, 1 << 14, 16 << 20, 16 << 20)  # results twice: the old ones stand until the end
 _CHUNK_BYTES: Final = 32 << 20
 _COLUMNS: Final = ("bucket", "raw", "poison", "twice", "foreign", "seed")
-_WIDE: Final = ("seq_lens", "requests", "extend_lens", "accept_lens", "verify_lens")
+_WIDE: Final = ("seq_lens", "requests", "extend_lens", "accept_lens", "verify_lens", "replay_floors")
 _REMAPS: Final = ("remap_rows", "remap_generations", "remap_origins", "remap_pages")
 
 

@@ -18,7 +18,7 @@ from dsa_verify.errors import UsageError
 from dsa_verify.geometry import DISJOINT_GENERATIONS, Geometry
 from dsa_verify.kpool_rules import check_lengths, live_candidates
 from dsa_verify.ragged_rules import graph_tokens, padded_verify_lens
-from dsa_verify.scenario import POISONS, Round, drawn_lens, pooled_indexer
+from dsa_verify.scenario import POISONS, Round, drawn_lens, has_floors, pooled_indexer
 
 PAD_REQUEST: Final = 0
 PAGE_ID_MULTIPLIER: Final = 0x9E3779B1  # odd, so multiplying permutes the ids modulo a power of two
@@ -32,10 +32,11 @@ class RoundTable:
     """M rounds, padded to the widest bucket B and the most token rows T. All arrays are int64.
 
     `bucket`, `raw`, `poison` (index into POISONS), `twice`, `foreign`, `seed`, `token_rows`: [M]. `seq_lens`,
-    `requests`, `extend_lens`, `accept_lens`, `verify_lens`, `live_tokens`, `live_candidates`: [M, B]. `row_request`:
-    [M, T], the batch row that owns each token row (0 beyond `token_rows`). `remap_rows`, `remap_generations`: [M, R],
-    row -1 where there is none; the first `remap_pages` pages of such a row are those that `remap_origins` had (0 of row
-    0: none). `ragged`, `accepts`, `verifies`: whether rounds of this system say extend, accept, verify lengths.
+    `requests`, `extend_lens`, `accept_lens`, `verify_lens`, `replay_floors`, `live_tokens`, `live_candidates`: [M, B].
+    `row_request`: [M, T], the batch row that owns each token row (0 beyond `token_rows`). `remap_rows`,
+    `remap_generations`: [M, R], row -1 where there is none; the first `remap_pages` pages of such a row are those that
+    `remap_origins` had (0 of row 0: none). `ragged`, `accepts`, `verifies`, `floors`: whether rounds of this system say
+    extend, accept, verify lengths, floors.
     """
 
     bucket: Array
@@ -50,6 +51,7 @@ class RoundTable:
     extend_lens: Array
     accept_lens: Array
     verify_lens: Array
+    replay_floors: Array
     live_tokens: Array
     live_candidates: Array
     row_request: Array
@@ -60,6 +62,7 @@ class RoundTable:
     ragged: bool
     accepts: bool
     verifies: bool
+    floors: bool
 
     def __len__(self) -> int:
         return len(self.bucket)
@@ -83,6 +86,7 @@ class RoundTable:
             extend_lens=tuple(self.extend_lens[i, :raw].tolist()) if self.ragged else None,
             accept_lens=tuple(self.accept_lens[i, :raw].tolist()) if self.accepts else None,
             verify_lens=tuple(self.verify_lens[i, :raw].tolist()) if self.verifies else None,
+            replay_floors=tuple(self.replay_floors[i, :raw].tolist()) if self.floors else None,
             remap=tuple(int(row) for row in self.remap_rows[i] if row >= 0),
             prefixes=tuple(
                 (int(self.remap_rows[i, slot]), int(self.remap_origins[i, slot]), int(self.remap_pages[i, slot]))
@@ -152,6 +156,7 @@ def tabulate(
     extend_lens = np.full((count, widest_bucket), n, np.int64)
     accept_lens = np.full((count, widest_bucket), n, np.int64)
     verify_lens = np.zeros((count, widest_bucket), np.int64)
+    replay_floors = np.full((count, widest_bucket), geometry.replay_floor, np.int64)
     remap_rows = np.full((count, slots), -1, np.int64)
     remap_generations, remap_origins, remap_pages = (np.zeros((count, slots), np.int64) for _ in range(3))
     for i, round_ in enumerate(rounds):
@@ -167,6 +172,8 @@ def tabulate(
             accept_lens[i, :raw] = round_.accept_lens
         if round_.verify_lens is not None:
             verify_lens[i, :raw] = round_.verify_lens
+        if round_.replay_floors is not None:
+            replay_floors[i, :raw] = round_.replay_floors
         taken = {row: (origin, pages) for row, origin, pages in round_.prefixes}
         for slot, row in enumerate(dict.fromkeys(round_.remap)):
             generations[row] += 1
@@ -187,6 +194,7 @@ def tabulate(
         extend_lens=extend_lens,
         accept_lens=accept_lens,
         verify_lens=verify_lens,
+        replay_floors=replay_floors,
         remap_rows=remap_rows,
         remap_generations=remap_generations,
         remap_origins=remap_origins,
@@ -226,6 +234,7 @@ def complete_table(
     extend_lens: Array,
     accept_lens: Array,
     verify_lens: Array,
+    replay_floors: Array,
     remap_rows: Array,
     remap_generations: Array,
     remap_origins: Array,
@@ -263,6 +272,7 @@ def complete_table(
         extend_lens=extend_lens,
         accept_lens=accept_lens,
         verify_lens=verify_lens,
+        replay_floors=replay_floors,
         live_tokens=live_tokens,
         live_candidates=_live_candidates(system, geometry, raw, seq_lens, accept_lens),
         row_request=row_request,
@@ -273,6 +283,7 @@ def complete_table(
         ragged="extend_lens" in lens,
         accepts="accept_lens" in lens,
         verifies="verify_lens" in lens,
+        floors=has_floors(system, geometry),
     )
 
 

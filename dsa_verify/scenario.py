@@ -37,7 +37,9 @@ class Round:
     request, 1 to N, all N where it is None. `remap`: request rows that move to other pages before this round.
     `prefixes`: (row, origin, pages) of rows in `remap` that a prefix cache serves: the first `pages` allocator pages of
     `row` are those that request row `origin` had in the round before, itself or another; only those behind are new.
-    `verify_lens`: ragged_verify only, tokens to verify of each request, 1 to N (contract 9).
+    `verify_lens`: ragged_verify only, tokens to verify of each request, 1 to N (contract 9). `replay_floors`: padded
+    with `request_floors` only, the first position of each request that the replay may read, one a request row; all
+    `replay_floor` where it is None (contract 7.1).
     `poison`: what the outputs hold before the replay. `twice`: replay the subject a second time on the same inputs;
     nothing may change. `foreign`: other work runs before this round, the eager preparation of another captured batch
     and what the subject has for `foreign_work`. `seed`: dcp only, what the values that a round does not list are hashed
@@ -50,6 +52,7 @@ class Round:
     extend_lens: tuple[int, ...] | None = None
     accept_lens: tuple[int, ...] | None = None
     verify_lens: tuple[int, ...] | None = None
+    replay_floors: tuple[int, ...] | None = None
     remap: tuple[int, ...] = ()
     prefixes: tuple[tuple[int, int, int], ...] = ()
     poison: str = "loud"
@@ -192,6 +195,7 @@ def _read_round(data: Any, path: str, system: str, geometry: Geometry, buckets: 
         "extend_lens",
         "accept_lens",
         "verify_lens",
+        "replay_floors",
         "remap",
         "prefixes",
         "poison",
@@ -212,6 +216,7 @@ def _read_round(data: Any, path: str, system: str, geometry: Geometry, buckets: 
     extend_lens = _read_optional_lens(body, "extend_lens", 0, geometry, not_for=_why_not_ragged(system, geometry))
     accept_lens = _read_optional_lens(body, "accept_lens", 1, geometry, not_for=_why_no_accepts(system, geometry))
     verify_lens = _read_optional_lens(body, "verify_lens", 1, geometry, not_for=_why_no_verify_lens(system))
+    replay_floors = _read_floors(body, system, geometry)
     if system == "ragged_verify":
         check_verify_lens(geometry, bucket, verify_lens, where=f"{path}.")
     per_request = {
@@ -219,10 +224,16 @@ def _read_round(data: Any, path: str, system: str, geometry: Geometry, buckets: 
         "extend_lens": extend_lens,
         "accept_lens": accept_lens,
         "verify_lens": verify_lens,
+        "replay_floors": replay_floors,
     }
     for key, values in per_request.items():
         if values is not None and len(values) != len(seq_lens):
             raise UsageError(f"{path}.{key}: {len(values)} entries for {len(seq_lens)} seq_lens; give one a request")
+    if replay_floors is not None and one_floor_each(requests, replay_floors) != replay_floors:
+        raise UsageError(
+            f"{path}.replay_floors: two batch rows of one request have different floors, which belong to its row "
+            "(contract 7.1); give both the same"
+        )
     # Row 0 is the pad request and stays all zero (contract 0.1).
     remap = body.integers("remap", 1, rows - 1, "the last request row", default=())
     return Round(
@@ -232,6 +243,7 @@ def _read_round(data: Any, path: str, system: str, geometry: Geometry, buckets: 
         extend_lens=extend_lens,
         accept_lens=accept_lens,
         verify_lens=verify_lens,
+        replay_floors=replay_floors,
         remap=remap,
         prefixes=_read_prefixes(body, geometry, remap),
         poison=body.choice("poison", POISONS, default="loud"),
@@ -267,6 +279,26 @@ def _read_prefixes(body: _Reader, geometry: Geometry, remap: Sequence[int]) -> t
 def pooled_indexer(geometry: Geometry) -> bool:
     """Whether the layout has a write plan, which asks more of the lengths (contract 4.2)."""
     return geometry.indexer and geometry.pool_size > 1
+
+
+def has_floors(system: str, geometry: Geometry) -> bool:
+    """Whether each request has a replay floor of its own (contract 7.1)."""
+    return system == "padded" and geometry.request_floors
+
+
+def one_floor_each(requests: Sequence[int], floors: Sequence[int]) -> tuple[int, ...]:
+    """`floors`, but of each request that of the first batch row which names it."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(request, floor) for request, floor in zip(requests, floors, strict=True))
+
+
+def _read_floors(body: _Reader, system: str, geometry: Geometry) -> tuple[int, ...] | None:
+    if "replay_floors" not in body.data:
+        return None
+    if not has_floors(system, geometry):
+        why = "needs geometry.request_floors" if system == "padded" else f"has no effect in {system}"
+        raise UsageError(f"{body.at('replay_floors')}: {why}; {'set it' if system == 'padded' else 'remove it'}")
+    return body.integers("replay_floors", 0, geometry.context, "context")
 
 
 def drawn_lens(system: str, geometry: Geometry) -> dict[str, int]:
@@ -323,7 +355,7 @@ def _round_to_dict(round_: Round) -> dict[str, Any]:
         "requests": round_.requests,
         "poison": round_.poison,
     }
-    for key in ("extend_lens", "accept_lens", "verify_lens"):
+    for key in ("extend_lens", "accept_lens", "verify_lens", "replay_floors"):
         if (lens := getattr(round_, key)) is not None:
             data[key] = lens
     if round_.remap:

@@ -11,7 +11,7 @@ from typing import Final
 
 from dsa_verify.geometry import Geometry
 from dsa_verify.rounds import PAD_REQUEST, rows_per_request, seq_len_fill
-from dsa_verify.scenario import pooled_indexer
+from dsa_verify.scenario import has_floors, pooled_indexer
 
 KV_WORDS: Final = 4  # int32 words of one token in the pools of dcp: 16 bytes
 
@@ -65,6 +65,10 @@ def static_inputs(system: str, geometry: Geometry) -> tuple[StaticInput, ...]:
             found.append(StaticInput(name="accept_lens", dtype="int32", pad=n, low=1, high=n + 1))
     if system == "ragged_verify":
         found.append(StaticInput(name="verify_lens", dtype="int32", low=1, high=n + 1))
+    if has_floors(system, geometry):
+        found.append(
+            StaticInput(name="replay_floors", dtype="int32", pad=geometry.replay_floor, high=geometry.context + 1)
+        )
     if system in ("padded", "dcp"):
         # A token that is not to be stored has slot 0, of which the contract speaks in 0.1, 7.1 and 8.2. Other engines'
         # -1 is no location there: the owner of -1 would be the last rank, and it would store at row -1 (8.1, 8.2).

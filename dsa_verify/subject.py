@@ -34,9 +34,11 @@ class Inputs:
 
     `verify_lens`: int32 [bucket], tokens to verify, ragged_verify only (contract 9). `out_cache_loc`: int64 [token
     rows], the slot each token is written to, padded and dcp only. `full_to_swa`: int32 [slots + 1], constant, padded
-    only (contract 7.1). dcp only (contract 8): `kv_rows` int32 [bucket, 4], what is written there;
-    `selected_positions` int32 [bucket, topk], positions or -1, and `selection` int32 [bucket, topk], their slots or -1;
-    `partial_out` float32 [D, bucket, heads, head_dim], `partial_lse` float32 [D, bucket, heads].
+    only (contract 7.1). `replay_floors`: int32 [bucket], the first position of each request that a replay may read,
+    padded with `request_floors` only; else it is `geometry.replay_floor` of all. dcp only (contract 8): `kv_rows` int32
+    [bucket, 4], what is written there; `selected_positions` int32 [bucket, topk], positions or -1, and `selection`
+    int32 [bucket, topk], their slots or -1; `partial_out` float32 [D, bucket, heads, head_dim], `partial_lse` float32
+    [D, bucket, heads].
     """
 
     seq_lens: torch.Tensor
@@ -47,6 +49,7 @@ class Inputs:
     verify_lens: torch.Tensor | None = None
     out_cache_loc: torch.Tensor | None = None
     full_to_swa: torch.Tensor | None = None
+    replay_floors: torch.Tensor | None = None
     kv_rows: torch.Tensor | None = None
     selected_positions: torch.Tensor | None = None
     selection: torch.Tensor | None = None

@@ -345,6 +345,7 @@ class _Draw:
                 found["low_ratios"] = ratios and self._deal("low_ratios", (False, True))
                 floors = (0, 1, geometry.page_size - 1, geometry.context // 2)
                 found["replay_floor"] = self._deal("replay_floor", floors)
+                found["request_floors"] = self._deal("request_floors", (True, False))
         if self._name == "mtp" and not self._engine:
             found = {"draft_steps": self._deal("draft_steps", DRAFT_STEPS)}
         return found

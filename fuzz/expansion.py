@@ -22,7 +22,7 @@ from dsa_verify.geometry import Geometry
 from dsa_verify.matrix import REMAPS_PER_ROUND, shortest_seq_len
 from dsa_verify.ragged_rules import graph_tokens
 from dsa_verify.rounds import PAD_REQUEST, pages_before_writes
-from dsa_verify.scenario import POISONS, Round, drawn_lens
+from dsa_verify.scenario import POISONS, Round, drawn_lens, has_floors
 from fuzz.boundaries import boundary_lengths
 from fuzz.limits import undefined_when_empty
 
@@ -64,6 +64,7 @@ class Lane(IntEnum):
     # Of the requests that move; drawn beside the others, which end with SPEC.
     PREFIX_ROW = 17
     PREFIX_PAGES = 18
+    FLOOR = 19
     # world.py and regimes.py
     REUSE = 32
     REGIME = 33
@@ -85,7 +86,8 @@ class Lane(IntEnum):
     TIE = 49
     SHARING = 50
     SHARED_PAGES = 51
-    CONFIGURATION = 52  # configurations.py
+    REPLAY_FLOOR = 52
+    CONFIGURATION = 53  # configurations.py
 
 
 def word(seed: int, round_: int, lane: int, element: int) -> int:
@@ -195,6 +197,8 @@ def as_round(columns: dict[str, Any], i: int, system: str, geometry: Geometry) -
     lens: dict[str, Any] = {name: tuple(columns[name][i, :raw].tolist()) for name in drawn_lens(system, geometry)}
     if system == "dcp":
         lens["seed"] = int(columns["seed"][i])
+    if has_floors(system, geometry):
+        lens["replay_floors"] = tuple(columns["replay_floors"][i, :raw].tolist())
     moves = moves_of(columns, i)
     return Round(
         bucket=int(columns["bucket"][i]),
@@ -224,8 +228,8 @@ def expand_columns(
     """All rounds of `specs` as int64 columns, NumPy arrays or (given a `device`) tensors, equal bit for bit.
 
     `bucket`, `raw`, `poison`, `twice`, `seed`: [M]. `seq_lens`, `requests`, `extend_lens`, `accept_lens`,
-    `verify_lens`: [M, widest bucket], of which the first `raw` mean something. `remap`: [M, REMAPS_PER_ROUND], -1 for
-    none; `remap_origins`, `remap_pages`: as in RoundTable.
+    `verify_lens`, `replay_floors`: [M, widest bucket], of which the first `raw` mean something. `remap`: [M,
+    REMAPS_PER_ROUND], -1 for none; `remap_origins`, `remap_pages`: as in RoundTable.
     """
     return _Columns(specs, system, geometry, device).columns()
 
@@ -265,6 +269,7 @@ class _Columns:
             "extend_lens": self._extend_lens(),
             "accept_lens": 1 + self._below(Lane.ACCEPT, self.geometry.draft_tokens),
             "verify_lens": self._verify_lens(),
+            "replay_floors": self._floors(lengths),
             **self._moves(requests, lengths),
             "poison": self._once(Lane.POISON, len(POISONS))[:, 0],
             "twice": self._where(self._once(Lane.TWICE, _TWICE_ONE_IN) == 0, 1, 0)[:, 0],
@@ -342,6 +347,16 @@ class _Columns:
         room = self._array(np.array([graph_tokens(self.geometry, spec.bucket) for spec in self.specs], np.int64))
         total, spare = extra.sum(1)[:, None], room[:, None] - self.raw
         return 1 + self._where(total > spare, extra * spare // self._where(total > 0, total, 1), extra)
+
+    def _floors(self, lengths: Any) -> Any:
+        """0 of half of the requests, else around the window; of requests that several batch rows name always 0."""
+        lane = self._array(np.array([[Lane.FLOOR]], np.int64))
+        steps = self.geometry.window + 5
+        drawn = below(bits(self.seed, self.round, lane, self.batch_row), 2 * steps)
+        floors = lengths - drawn + 2
+        one = self.regime == list(REGIMES).index("one_request")
+        floors = self._where((drawn >= steps) | (floors < 0) | one, 0, floors)
+        return self._where(floors > self.geometry.context, self.geometry.context, floors)
 
     def _moves(self, requests: Any, lengths: Any) -> dict[str, Any]:
         """Requests of the batch that move, and what they take of others, or keep, which neither writes."""

@@ -291,6 +291,10 @@ class _Study:
                 needed = self._needed([self._with_round(i, dataclasses.replace(round_, prefixes=()))])
                 text = f"first pages shared{where}"
                 self._judge(f"prefixes{where}", round_.prefixes, "needed" if needed else FREE, text)
+            if round_.replay_floors is not None:
+                needed = self._needed([self._with_round(i, dataclasses.replace(round_, replay_floors=None))])
+                text = f"replay floors {', '.join(map(str, round_.replay_floors))}{where}"
+                self._judge(f"replay floors{where}", round_.replay_floors, "needed" if needed else FREE, text)
             if self.case.system == "dcp":
                 other = [self._with_round(i, dataclasses.replace(round_, seed=round_.seed + step)) for step in (1, 2)]
                 self._judge(f"seed{where}", round_.seed, str(round_.seed) if self._needed(other) else FREE)

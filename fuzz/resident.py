@@ -15,6 +15,7 @@ import numpy as np
 from dsa_verify.job import Job
 from dsa_verify.matrix import REMAPS_PER_ROUND
 from dsa_verify.rounds import PAD_REQUEST, Array, RoundTable, complete_table, seq_len_fill
+from dsa_verify.scenario import has_floors
 from fuzz.coverage import Coverage
 from fuzz.expansion import RoundSpec, expand_columns, moves_of, regimes
 from fuzz.strategies import specs_at
@@ -53,6 +54,7 @@ def _table(job: Job, specs: list[RoundSpec], generations: Array) -> RoundTable:
 
     moves = _moves(columns, generations)
     system, geometry = job.system.name, job.geometry
+    floors = np.full((count, widest), geometry.replay_floor, np.int64)
     return complete_table(
         system,
         geometry,
@@ -66,6 +68,7 @@ def _table(job: Job, specs: list[RoundSpec], generations: Array) -> RoundTable:
         extend_lens=padded("extend_lens", n),
         accept_lens=padded("accept_lens", n),
         verify_lens=padded("verify_lens", 0) if system == "ragged_verify" else np.zeros((count, widest), np.int64),
+        replay_floors=padded("replay_floors", geometry.replay_floor) if has_floors(system, geometry) else floors,
         **moves,
     )
 

@@ -265,7 +265,11 @@ def plain_requests(search: _Search) -> None:
 
 
 def plain_lens(search: _Search) -> None:
-    """Tokens to extend or accept all N, or else 1; tokens to verify 1, or else N."""
+    """Tokens to extend or accept all N, or else 1; tokens to verify 1, or else N; floors as low as may be."""
+    search.attempt_each(_set(replay_floors=None))
+    for i, round_ in enumerate(search.rounds):
+        for b in range(len(round_.replay_floors or ())):
+            _lower_floor(search, i, b)
     n = search.best.geometry.draft_tokens
     for name in drawn_lens(search.best.system, search.best.geometry):
         must_be_said = name == "verify_lens"
@@ -314,6 +318,15 @@ def _shorten(search: _Search, i: int, b: int, least: int) -> None:
         return
     bad, good = closest(0, len(turns) - 1, lambda at: attempt(turns[at]))
     closest(turns[bad], turns[good], attempt)
+
+
+def _lower_floor(search: _Search, i: int, b: int) -> None:
+    def attempt(floor: int) -> bool:
+        return search.attempt_round(i, partial(put, "replay_floors", b, floor))
+
+    floor = (search.rounds[i].replay_floors or ())[b]
+    if floor and not attempt(0):
+        closest(0, floor, attempt)
 
 
 def _lower(search: _Search, row: int) -> None:
@@ -465,6 +478,8 @@ def _keep(rows: Sequence[int], round_: Round) -> Round:
     """`round_` with these batch rows only, as far as it has them."""
     kept = [row for row in rows if row < round_.raw_batch]
     changes = {name: tuple(getattr(round_, name)[row] for row in kept) for name in ("seq_lens", "requests")}
+    if round_.replay_floors is not None:
+        changes["replay_floors"] = tuple(round_.replay_floors[row] for row in kept)
     return _with_lens(_set(**changes)(round_), lambda values: tuple(values[row] for row in kept))
 
 

@@ -32,7 +32,7 @@ from dsa_verify.geometry import DISJOINT_GENERATIONS, Geometry
 from dsa_verify.matrix import REMAPS_PER_ROUND, shortest_seq_len
 from dsa_verify.ragged_rules import graph_tokens
 from dsa_verify.rounds import pages_before_writes, tokens_written_back
-from dsa_verify.scenario import POISONS, Round, drawn_lens
+from dsa_verify.scenario import POISONS, Round, drawn_lens, has_floors, one_floor_each
 from fuzz.boundaries import Boundary, Kind, boundaries
 from fuzz.coverage import ON_OTHER_PAGES, SAME_PAGES, TENANTS, Array, Coverage
 from fuzz.demand import defined, fewest_requests, hold
@@ -152,6 +152,9 @@ class World:
                 lens[name] = self._verify_lens(bucket, len(requests))
         if self.system == "dcp":
             lens["seed"] = self.draw(Lane.ROUND_SEED, (1 << 31) - 1)
+        if has_floors(self.system, self.geometry):
+            floors = [self._floor(request.length) for request in requests]
+            lens["replay_floors"] = one_floor_each([request.row for request in requests], floors)
         round_ = Round(
             bucket=bucket,
             seq_lens=tuple(request.length for request in requests),
@@ -464,6 +467,8 @@ class World:
         self.generations.update(outside)
         for row in outside:
             self._give_back(row)
+        if round_.replay_floors is not None:
+            round_ = dataclasses.replace(round_, replay_floors=one_floor_each(round_.requests, round_.replay_floors))
         owed = tuple(row for row in self._moved if row not in own)
         room = REMAPS_PER_ROUND - len(own)
         remap, self._moved = own + owed[:room], list(owed[room:])
@@ -480,6 +485,12 @@ class World:
 
     def _accept_count(self) -> int:
         return 1 + self.draw(Lane.ACCEPTED, self.geometry.draft_tokens)
+
+    def _floor(self, length: int) -> int:
+        """0 of half of the requests, else around the window that ends with `length` (contract 7.1)."""
+        steps = self.geometry.window + 5
+        drawn = self.draw(Lane.REPLAY_FLOOR, 2 * steps)
+        return 0 if drawn >= steps else min(max(length - drawn + 2, 0), self.geometry.context)
 
     def _verify_lens(self, bucket: int, count: int) -> tuple[int, ...]:
         """1 to N each, as long as the token rows of the graph last (contract 9)."""

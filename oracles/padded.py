@@ -3,8 +3,8 @@
 Three readings of the contract. Lengths that a consumer reads as unsigned (`swa_topk_lengths`, `c*_len_*`) are clamped
 below at 0, which differs from the formula only in rows of draft-extend that are shorter than the draft;
 `seq_lens_casual` and `positions_casual` are not, as the contract says. Indices made from `page_table` end where that
-table does, which matters where a length passes the captured width or the table is a placeholder. `replay_floor` is
-also the valid_from of a draft block: no context lies before it.
+table does, which matters where a length passes the captured width or the table is a placeholder. The replay floor of a
+request is also the valid_from of its draft block: no context lies before it.
 """
 
 from __future__ import annotations
@@ -56,10 +56,13 @@ class PaddedOracle:
         first_slots = inputs.req_to_token[:, : width * geometry.page_size : geometry.page_size]
         pages = first_slots.index_select(0, request).long() // geometry.page_size
         out["page_table"].copy_(pages)
+        floor = torch.full_like(prefix, geometry.replay_floor)
+        if inputs.replay_floors is not None:
+            floor = inputs.replay_floors.long()[self._owner]
         if geometry.padded_mode == "draft_block":
-            self._write_block(prefix, request)
+            self._write_block(prefix, request, floor)
         else:
-            self._write_window(casual - 1, request)
+            self._write_window(casual - 1, request, floor)
         lengths = casual.clamp(min=0)
         self._write_sparse("c4", casual, lengths // geometry.sparse_ratio, geometry.sparse_ratio, unfinished=0)
         self._write_dense(casual, lengths // geometry.dense_ratio, pages)
@@ -68,21 +71,21 @@ class PaddedOracle:
                 self._write_sparse(f"c{ratio}", casual, lengths // ratio, ratio, unfinished=-1)
                 self._write_full_positions(f"c{ratio}", pages, ratio)
 
-    def _write_window(self, position: torch.Tensor, request: torch.Tensor) -> None:
+    def _write_window(self, position: torch.Tensor, request: torch.Tensor, floor: torch.Tensor) -> None:
         """The window that ends at each row's own position, the newest token first."""
         geometry, out = self._geometry, self._buffers
         seen = position[:, None] - self._window
         slots = self._inputs.req_to_token[request[:, None], seen.clamp(min=0)].long()
-        kept = torch.where(seen >= geometry.replay_floor, self._full_to_swa[slots], -1)
+        kept = torch.where(seen >= floor[:, None], self._full_to_swa[slots], -1)
         self._store_padded("swa_page_indices", kept)
-        above_floor = (position + 1 - geometry.replay_floor).clamp(min=0)
+        above_floor = (position + 1 - floor).clamp(min=0)
         out["swa_topk_lengths"].copy_(torch.minimum((position + 1).clamp(0, geometry.window), above_floor))
 
-    def _write_block(self, prefix: torch.Tensor, request: torch.Tensor) -> None:
+    def _write_block(self, prefix: torch.Tensor, request: torch.Tensor, floor: torch.Tensor) -> None:
         """The end of the prefix, the oldest token first, then the whole block; the same in each row of a request."""
         geometry, out = self._geometry, self._buffers
         block = rows_per_request("padded", geometry)
-        context = torch.minimum(prefix.clamp(max=geometry.window), (prefix - geometry.replay_floor).clamp(min=0))
+        context = torch.minimum(prefix.clamp(max=geometry.window), (prefix - floor).clamp(min=0))
         index = torch.arange(geometry.window + block, device=prefix.device)
         seen = (prefix - context)[:, None] + index
         drafted = index - context[:, None]

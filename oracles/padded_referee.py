@@ -23,13 +23,16 @@ def expected_padded(
     out_cache_loc: Sequence[int],
     req_to_token: Table,
     full_to_swa: Sequence[int],
+    replay_floors: Sequence[int] | None = None,
 ) -> dict[str, npt.NDArray[np.int64]]:
     """Every field by name, int64, all elements live. `seq_lens` and `requests` hold one entry a batch row and
-    `out_cache_loc` one a token row, pad rows included. ValueError for an unknown mode."""
+    `out_cache_loc` one a token row, pad rows included; so does `replay_floors`, or there is one floor for all.
+    ValueError for an unknown mode."""
     rows = []
     for b, length in enumerate(seq_lens):
+        floor = geometry.replay_floor if replay_floors is None else replay_floors[b]
         for casual in _casual_lengths(geometry, length):
-            rows.append(_row(geometry, b, casual, seq_lens, requests, out_cache_loc, req_to_token, full_to_swa))
+            rows.append(_row(geometry, b, casual, seq_lens, requests, out_cache_loc, req_to_token, full_to_swa, floor))
     for row, location in zip(rows, out_cache_loc, strict=True):
         row["raw_out_loc"] = location
         _add_write_locations(geometry, row, location)
@@ -58,6 +61,7 @@ def _row(
     out_cache_loc: Sequence[int],
     req_to_token: Table,
     full_to_swa: Sequence[int],
+    floor: int,
 ) -> dict[str, object]:
     slots = req_to_token[requests[b]]
     placeholder = geometry.padded_mode.startswith("draft")
@@ -66,9 +70,9 @@ def _row(
     if geometry.padded_mode == "draft_block":
         gamma = geometry.draft_tokens - 1
         drafted = out_cache_loc[b * gamma : (b + 1) * gamma]
-        swa, length, width = _block(geometry, seq_lens[b], slots, drafted, full_to_swa)
+        swa, length, width = _block(geometry, seq_lens[b], slots, drafted, full_to_swa, floor)
     else:
-        swa, length, width = _window(geometry, casual - 1, slots, full_to_swa)
+        swa, length, width = _window(geometry, casual - 1, slots, full_to_swa, floor)
     row: dict[str, object] = {
         "page_table": pages,
         "seq_lens_casual": casual,
@@ -81,11 +85,11 @@ def _row(
 
 
 def _window(
-    geometry: Geometry, position: int, slots: npt.NDArray[np.integer], full_to_swa: Sequence[int]
+    geometry: Geometry, position: int, slots: npt.NDArray[np.integer], full_to_swa: Sequence[int], floor: int
 ) -> tuple[list[int], int, int]:
     """(indices newest first, length, width before alignment)."""
     found: list[int] = []
-    while position >= geometry.replay_floor and len(found) < geometry.window:
+    while position >= floor and len(found) < geometry.window:
         found.append(int(full_to_swa[int(slots[position])]))
         position -= 1
     # One entry a position, so the length that a consumer reads is their number; it cannot be negative.
@@ -98,11 +102,12 @@ def _block(
     slots: npt.NDArray[np.integer],
     drafted: Sequence[int],
     full_to_swa: Sequence[int],
+    floor: int,
 ) -> tuple[list[int], int, int]:
     """(indices oldest first, length, width before alignment)."""
     before: list[int] = []
     position = prefix - 1
-    while position >= geometry.replay_floor and len(before) < geometry.window:
+    while position >= floor and len(before) < geometry.window:
         before.insert(0, int(full_to_swa[int(slots[position])]))
         position -= 1
     found = before + [int(full_to_swa[slot]) for slot in drafted]

@@ -146,6 +146,8 @@ class LegalInputs:
         if name == "out_cache_loc":
             assert self._taken.full_to_swa is not None, "padded has a map into the window's pool (contract 7.1)"
             return 0, self._taken.full_to_swa.numel() - 2  # the last entry stands for none
+        if name == "replay_floors":
+            return 0, geometry.context
         return (1 if name == "accept_lens" else 0), n
 
     def _keep_slots_in_the_pool(self, pool: int) -> None:

@@ -19,7 +19,7 @@ from typing import Final
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import Geometry
 from dsa_verify.rounds import PAD_REQUEST
-from dsa_verify.scenario import Round, Scenario, drawn_lens, parse_case
+from dsa_verify.scenario import Round, Scenario, drawn_lens, has_floors, one_floor_each, parse_case
 
 MAX_CASE_BYTES: Final = 100_000
 _COUNTS: Final = ("extend_lens", "accept_lens", "verify_lens")
@@ -191,6 +191,8 @@ def _round(each: Recorded, system: str, geometry: Geometry, names: _Names) -> Ro
             remap.append(names.name(request))
     lens = {name: each.lens[name] for name in drawn_lens(system, geometry)}
     assert set(lens) <= set(_COUNTS), f"a round cannot say {set(lens) - set(_COUNTS)}"
+    if has_floors(system, geometry):
+        lens["replay_floors"] = one_floor_each(each.requests, each.lens["replay_floors"])
     return Round(
         bucket=each.bucket,
         seq_lens=each.seq_lens,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Final
 
+import torch
 import triton
 
 from dsa_verify.geometry import Geometry
@@ -37,6 +38,10 @@ class Padded:
         assert inputs.full_to_swa is not None, "padded has a map into the window's pool (contract 7.1)"
         self._geometry, self._inputs, self._buffers = geometry, inputs, buffers
         self._write_locations, self._full_to_swa = inputs.out_cache_loc, inputs.full_to_swa
+        self._floors = inputs.replay_floors
+        if self._floors is None:  # one for all: the same element again and again
+            floor = torch.full((1,), geometry.replay_floor, dtype=torch.int32, device=inputs.seq_lens.device)
+            self._floors = floor.expand(buffers.layout.bucket)
 
     def before_replay(self) -> None:
         pass
@@ -51,6 +56,7 @@ class Padded:
             inputs.req_to_token,
             self._write_locations,
             self._full_to_swa,
+            self._floors,
             out["page_table"],
             out["raw_out_loc"],
             out["seq_lens_casual"],
@@ -71,7 +77,7 @@ class Padded:
             out["c4_sparse_indices"].shape[1],
             out["c128_page_indices"].shape[1],
             geometry.window,
-            geometry.replay_floor,
+            self._floors.stride(0),
             MODE=_MODES[geometry.padded_mode],
             CLAMP=self.clamp,
             PAGE=geometry.page_size,

@@ -47,13 +47,14 @@ def _entries(source, index, known, PAGE: tl.constexpr, RATIO: tl.constexpr):
     return tl.where(known, slot // PAGE * per_page + index % per_page, -1)
 
 
-@triton.jit(do_not_specialize=[*_SHAPES, "window_width", "topk_width", "dense_width", "window", "floor"])
+@triton.jit(do_not_specialize=[*_SHAPES, "window_width", "topk_width", "dense_width", "window", "floor_stride"])
 def padded_kernel(
     seq_lens,
     requests,
     req_to_token,
     out_cache_loc,
     full_to_swa,
+    floors,
     page_table,
     raw_out_loc,
     seq_lens_casual,
@@ -81,7 +82,7 @@ def padded_kernel(
     topk_width,
     dense_width,
     window,
-    floor,
+    floor_stride,
     MODE: tl.constexpr,
     CLAMP: tl.constexpr,
     PAGE: tl.constexpr,
@@ -99,6 +100,7 @@ def padded_kernel(
     seq = tl.load(seq_lens + request.to(tl.int64) * seq_stride, mask=here, other=0).to(tl.int32)
     owner = tl.load(requests + request.to(tl.int64) * request_stride, mask=here, other=0).to(tl.int64)
     source = (req_to_token + owner * token_stride)[:, None]
+    floor = tl.load(floors + request.to(tl.int64) * floor_stride, mask=here, other=0)
     casual = _casual_lengths(seq, row, per_request, MODE)
     counted = casual
     if CLAMP:
@@ -142,7 +144,7 @@ def padded_kernel(
             seen = before | in_block
         else:
             position = casual[:, None] - 1 - column
-            seen = there & (position >= floor) & (column < window)
+            seen = there & (position >= floor[:, None]) & (column < window)
             slot = tl.load(source + position, mask=seen, other=0)
         index = tl.load(full_to_swa + slot, mask=seen, other=-1)
         tl.store(swa_page_indices + row64 * window_width + column, index, mask=there & (column < window_width))

@@ -62,6 +62,13 @@ def test_dsv4_metadata_with_a_floor(name: str) -> None:
     assert sentences(found_by(name, [5], [4], padded_mode="decode", replay_floor=300)) == []
 
 
+@pytest.mark.parametrize("mode", ["decode", "verify", "draft_block"])
+@pytest.mark.parametrize("name", ["padded", "padded_torch"])
+def test_dsv4_metadata_with_a_floor_of_each_request(name: str, mode: str) -> None:
+    """A default of these subjects is that there is none, as the release before this one has no floors."""
+    assert sentences(found_by(name, [16, 5], [2, 6], padded_mode=mode, request_floors=True)) == []
+
+
 def test_draft_extend_keeps_lengths_below_0() -> None:
     """Of rows before a request's first token, pad rows among them (contract 7.1); the oracle stops at 0."""
     found = found_by("padded", [5], [4], padded_mode="draft_extend")

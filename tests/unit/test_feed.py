@@ -136,6 +136,23 @@ def test_a_prefix_is_what_the_origin_had_in_the_round_before():
     assert held(6) == held(3)
 
 
+def test_floors_of_requests_reach_both_sides_and_pad_rows_keep_the_one_of_all():
+    geometry = Geometry.resolve("tiny_v4", {"request_floors": True, "replay_floor": 3, "request_rows": 9})
+    feed = make_feed("padded", geometry)
+    rounds = (
+        Round(bucket=4, seq_lens=(5, 6, 7, 8), requests=(3, 4, 5, 6), replay_floors=(2, 0, 7, 5)),
+        Round(bucket=4, seq_lens=(5,), requests=(3,), replay_floors=(4,)),
+        Round(bucket=2, seq_lens=(5, 6), requests=(3, 4)),
+    )
+    feed.upload(table_of("padded", geometry, *rounds))
+    for bucket, floors in ((4, [2, 0, 7, 5]), (4, [4, 3, 3, 3]), (2, [3, 3])):
+        feed.step(bucket)
+        for inputs in feed.inputs(bucket):
+            assert inputs.replay_floors is not None
+            assert inputs.replay_floors.tolist() == floors
+    assert make_feed("padded", geometry.replace(request_floors=False)).inputs(2)[0].replay_floors is None
+
+
 def test_the_model_sees_a_step_that_forgets_the_oracle(monkeypatch: pytest.MonkeyPatch):
     geometry = small()
     feed, model = make_feed("decode", geometry), Model("decode", geometry)

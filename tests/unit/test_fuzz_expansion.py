@@ -29,6 +29,7 @@ CONFIGURATIONS = [
     ("draft_extend", "tiny_pool", {"draft_tokens": 5}, (3, 1)),
     ("mtp", "tiny_pool", {}, (4, 2)),
     ("ragged_verify", "tiny", {"draft_tokens": 3, "graph_tokens": 6}, (6, 2)),
+    ("padded", "tiny_v4", {"padded_mode": "draft_block", "draft_tokens": 3, "request_floors": True}, (4, 2)),
 ]
 configurations = pytest.mark.parametrize("system, preset, overrides, buckets", CONFIGURATIONS)
 WORDS = st.integers(0, (1 << 63) - 1)

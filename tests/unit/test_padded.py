@@ -14,11 +14,20 @@ from dsa_verify.arena import GUARD_WORD, TORCH_DTYPES, Arena
 from dsa_verify.compilations import count_compilations
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import PADDED_MODES, Geometry
+from dsa_verify.graphs import open_backend
+from dsa_verify.job import Job
 from dsa_verify.layouts.padded import padded
+from dsa_verify.matrix import diagnostic_matrix
 from dsa_verify.pipelines.padded import Padded
 from dsa_verify.regions import LOUD_WORD
 from dsa_verify.rounds import rows_per_request, token_slots
-from dsa_verify.subject import Inputs, Subject
+from dsa_verify.scenario import one_floor_each
+from dsa_verify.subject import Buffers, Inputs, Subject
+from dsa_verify.systems import SYSTEMS
+from dsa_verify.verify import Counts, verify_rounds
+from fuzz.expansion import expand
+from fuzz.strategies import spec_at
+from fuzz.world import World
 from oracles.padded import PaddedOracle
 from oracles.padded_referee import expected_padded
 
@@ -58,6 +67,7 @@ class Bench:
             req_to_token=torch.from_numpy(self.slots.astype(np.int32)).to(DEVICE),
             out_cache_loc=self._input(bucket * self.per_request, torch.int64),
             full_to_swa=torch.from_numpy(self.full_to_swa).to(DEVICE),
+            replay_floors=self._input(bucket, torch.int32) if geometry.request_floors else None,
         )
         self.arena = Arena([padded(geometry, bucket)], DEVICE, LOUD_WORD)
         self.buffers = self.arena.at(bucket)
@@ -78,9 +88,11 @@ class Bench:
             ("seq_lens", self.seq_lens),
             ("req_pool_indices", self.requests),
             ("out_cache_loc", self.locations),
+            ("replay_floors", self._floors()),
         ):
             tensor = getattr(self.inputs, name)
-            tensor.copy_(torch.tensor(values, dtype=tensor.dtype))
+            if tensor is not None:
+                tensor.copy_(torch.tensor(values, dtype=tensor.dtype))
         if poison:
             for tensor in self.buffers.values():
                 tensor.fill_(LOUD_WORD)
@@ -89,6 +101,13 @@ class Bench:
         assert all(bool((guard.words == GUARD_WORD).all()) for guard in self.arena.guards)
         return {name: tensor.cpu().numpy().copy() for name, tensor in self.buffers.items()}
 
+    def _floors(self) -> list[int]:
+        """Around the window that ends with each length, and none of every third request."""
+        window, pad = self.geometry.window, self.geometry.replay_floor
+        rows = zip(self.seq_lens, self.requests, strict=True)
+        floors = (max(length - request * 37 % (window + 5) + 2, 0) * (request % 3 > 0) for length, request in rows)
+        return [floor if request else pad for floor, request in zip(floors, self.requests, strict=True)]
+
     def _locations(self, request: int) -> list[int]:
         """Any slots will do, all different: they need not be those that `req_to_token` names."""
         return [1 + (request * 977 + i * 131) % (self.geometry.slots - 1) for i in range(self.per_request)]
@@ -96,7 +115,8 @@ class Bench:
     def expected(self) -> dict[str, np.ndarray]:
         """The referee's word on the last replay."""
         lists = (self.seq_lens, self.requests, self.locations)
-        return expected_padded(self.geometry, *lists, self.slots, self.full_to_swa.tolist())
+        floors = self._floors() if self.geometry.request_floors else None
+        return expected_padded(self.geometry, *lists, self.slots, self.full_to_swa.tolist(), floors)
 
 
 def assert_same(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
@@ -134,8 +154,9 @@ def boundary_batches(geometry: Geometry, bucket: int) -> list[Batch]:
         {},
         {"low_ratios": True, "replay_floor": 19, "input_view": "strided", "index_dtype": "int32"},
         {"low_ratios": True, "index_align": 64, "window": 21, "table_width": 50},
+        {"request_floors": True, "replay_floor": 2, "input_view": "strided", "index_dtype": "int32"},
     ],
-    ids=["plain", "floor and low ratios", "wide alignment, narrow table"],
+    ids=["plain", "floor and low ratios", "wide alignment, narrow table", "a floor of each request"],
 )
 def test_oracle_agrees_with_the_referee(mode: str, n: int, overrides: dict[str, object]) -> None:
     geometry, rng = tiny(mode, n, **overrides), np.random.default_rng(n)
@@ -167,7 +188,7 @@ def test_oracle_agrees_at_the_real_sizes(mode: str, n: int) -> None:
 def test_pipeline_agrees_with_the_oracle(mode: str, n: int) -> None:
     # The interpreter is slow, so here the other things turn with N.
     low = {"low_ratios": True, "replay_floor": 3, "input_view": "strided", "index_dtype": "int32"}
-    odd = {"window": 21, "table_width": 50, "index_align": 16}
+    odd = {"window": 21, "table_width": 50, "index_align": 16, "request_floors": True}
     geometry = tiny(mode, n, **({1: low | odd, 4: odd}.get(n, low)))
     rng = np.random.default_rng(n)
     subject, oracle = Bench(Padded(), geometry, 40), Bench(PaddedOracle(), geometry, 40)
@@ -306,3 +327,65 @@ def test_the_kernels_are_compiled_once_whatever_the_batch() -> None:
         for batch in boundary_batches(geometry, 8):
             bench.replay(batch)
         assert compiled() == before
+
+
+# Floors in rounds -----------------------------------------------------------------------------------------------------
+
+
+class OneFloor(Padded):
+    """The floors that requests had at capture, when all were pad requests."""
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        assert inputs.replay_floors is not None
+        super().allocate(geometry, dataclasses.replace(inputs, replay_floors=inputs.replay_floors.clone()), buffers)
+
+
+class FloorOfTheFirst(Padded):
+    """That of the first request for all."""
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        assert inputs.replay_floors is not None
+        of_all = inputs.replay_floors[:1].expand(buffers.layout.bucket)
+        super().allocate(geometry, dataclasses.replace(inputs, replay_floors=of_all), buffers)
+
+
+@pytest.mark.parametrize("subject", [OneFloor, FloorOfTheFirst, Padded])
+@pytest.mark.parametrize("mode, n", [("decode", 1), ("draft_block", 2)])
+def test_the_matrix_turns_floors_over_request_by_request(subject: type[Padded], mode: str, n: int) -> None:
+    config = diagnostic_matrix(
+        SYSTEMS["padded"], tiny(mode, n), batches=[4], drafts=[n], rounds=5, fixed=frozenset({"padded_mode"})
+    )[0]
+    job = Job.make(SYSTEMS["padded"], config.geometry, config.buckets, 0, subject, None, open_backend(DEVICE))
+    findings = verify_rounds(job, config.chunks(), Counts(), folder=None)
+    wrong = set() if subject is Padded else {"swa_page_indices", "swa_topk_lengths"}
+    assert {finding.field for finding in findings} == wrong
+
+
+def test_rounds_of_a_run_that_settles_the_floor_say_none() -> None:
+    settled = diagnostic_matrix(
+        SYSTEMS["padded"], tiny("decode", 1, replay_floor=3), batches=[4], fixed=frozenset({"replay_floor"})
+    )
+    assert not any(config.geometry.request_floors for config in settled)
+    assert all(round_.replay_floors is None for table in settled[0].chunks() for round_ in table.rounds())
+
+
+@pytest.mark.parametrize("source", ["matrix", "random", "world", "columns"])
+def test_floors_lie_below_in_and_above_the_window(source: str) -> None:
+    """In each source of rounds, and one a request row."""
+    geometry = tiny("verify", 2, request_floors=True, request_rows=20)
+    if source in ("matrix", "random"):
+        first = diagnostic_matrix(SYSTEMS["padded"], geometry, batches=[6], drafts=[2], rounds=200)[0]
+        rounds = [round_ for table in first.chunks() for round_ in table.rounds()]
+        rounds = rounds[:30] if source == "matrix" else rounds[40:]
+    elif source == "world":
+        rounds = World("padded", geometry, (6, 2), 1).rounds(150)
+    else:
+        rounds = [expand(spec_at(2, i, "padded", geometry, (6, 2)), "padded", geometry) for i in range(150)]
+    seen = set()
+    for round_ in rounds:
+        assert round_.replay_floors is not None
+        assert one_floor_each(round_.requests, round_.replay_floors) == round_.replay_floors
+        for length, floor in zip(round_.seq_lens, round_.replay_floors, strict=True):
+            if length > geometry.window:
+                seen.add("none" if floor == 0 else min(max(length - floor, -1), geometry.window + 1))
+    assert {"none", -1, 0, 1, geometry.window - 1, geometry.window} <= seen

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import PRESETS, Geometry
+from dsa_verify.rounds import tabulate
 from dsa_verify.scenario import KNOWN_SYSTEMS, POISONS, SEED_LIMIT, Round, Scenario, parse_case, read_case
 
 
@@ -88,6 +90,19 @@ def test_a_case_file_is_named_after_its_file(tmp_path: Path):
     assert read_case(path) == parse_case(json.dumps(valid()), name="stale-page")
 
 
+def test_floors_are_said_by_each_round_or_by_the_geometry_for_all():
+    case = valid()
+    with_floors(case)
+    case["geometry"]["replay_floor"] = 5
+    scenario = parse_case(json.dumps(case))
+    assert [round_.replay_floors for round_ in scenario.rounds] == [(0, 9, 4), None]
+    assert parse_case(scenario.to_json()) == scenario
+    generations = np.zeros(scenario.geometry.request_rows, np.int64)
+    table = tabulate("padded", scenario.geometry, scenario.rounds, generations, widest_bucket=4)
+    assert table.replay_floors.tolist() == [[0, 9, 4, 5], [5, 5, 5, 5]], "pad rows keep the one number"
+    assert [round_.replay_floors for round_ in table.rounds()] == [(0, 9, 4), (5,)]
+
+
 def test_optional_keys_have_the_documented_defaults():
     case = valid()
     for key in ("geometry", "seed"):
@@ -120,6 +135,11 @@ def valid() -> dict[str, Any]:
     }
 
 
+def with_floors(case: dict[str, Any]) -> None:
+    case["system"], case["geometry"]["request_floors"] = "padded", True
+    case["rounds"][0]["replay_floors"] = [0, 9, 4]
+
+
 Edit = Callable[[dict[str, Any]], object]
 
 
@@ -149,7 +169,8 @@ def delete(*path: Any) -> Edit:
 
 
 ROUND_KEYS = (
-    "bucket, seq_lens, requests, extend_lens, accept_lens, verify_lens, remap, prefixes, poison, twice, foreign, seed"
+    "bucket, seq_lens, requests, extend_lens, accept_lens, verify_lens, replay_floors, remap, prefixes, poison, twice, "
+    "foreign, seed"
 )
 TOP_KEYS = "schema, system, preset, geometry, buckets, seed, subject, fault, found, rounds"
 GEOMETRY_KEYS = ", ".join(field.name for field in dataclasses.fields(Geometry) if field.name != "preset")
@@ -279,6 +300,27 @@ BAD_EDITS: dict[str, tuple[Edit, str]] = {
     "extend_lens beyond the draft": (
         put("rounds", 1, "extend_lens", [5]),
         "rounds[1].extend_lens[0]: 5 exceeds draft_tokens 4; use 0..4",
+    ),
+    "replay_floors outside padded": (
+        put("rounds", 0, "replay_floors", [1, 2, 3]),
+        "rounds[0].replay_floors: has no effect in draft_extend; remove it",
+    ),
+    "replay_floors of a run that has one for all": (
+        lambda case: (put("system", "padded")(case), put("rounds", 0, "replay_floors", [1, 2, 3])(case)),
+        "rounds[0].replay_floors: needs geometry.request_floors; set it",
+    ),
+    "too few replay_floors": (
+        lambda case: (with_floors(case), put("rounds", 0, "replay_floors", [1])(case)),
+        "rounds[0].replay_floors: 1 entries for 3 seq_lens; give one a request",
+    ),
+    "a floor beyond the context": (
+        lambda case: (with_floors(case), put("rounds", 0, "replay_floors", [1, 2, 131_073])(case)),
+        "rounds[0].replay_floors[2]: 131073 exceeds context 131072; use 0..131072",
+    ),
+    "two floors of one request": (
+        lambda case: (with_floors(case), put("rounds", 0, "requests", [3, 1, 3])(case)),
+        "rounds[0].replay_floors: two batch rows of one request have different floors, which belong to its row "
+        "(contract 7.1); give both the same",
     ),
     "too few extend_lens": (
         put("rounds", 0, "extend_lens", [4]),

@@ -3,6 +3,7 @@ what is refused; with SGLang itself, where it can be imported, every mode agains
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 
 import pytest
@@ -32,6 +33,7 @@ ROUNDS = [
     Round(bucket=3, seq_lens=(), requests=(), poison="stale"),
     Round(bucket=3, seq_lens=(1203, 128, 4), requests=(6, 6, 2), poison="stale", twice=True),
 ]
+FLOORS = [(0, 64, 513), (255, 0), (), (1100, 1100, 2)]
 needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang cannot be imported")
 
 
@@ -65,7 +67,8 @@ def test_the_presets_are_those_that_the_kernels_take() -> None:
             geometry, fixed = settled_geometry(SYSTEM, f"sglang:{name}", device_type)
             assert geometry.preset == preset
             assert geometry.page_size == 256
-            assert fixed == {OWN_TABLES, *OF_THE_SUBJECT} | ({"low_ratios"} if name == "padded_low_ratios" else set())
+            own = {"low_ratios"} if name == "padded_low_ratios" else set()
+            assert fixed == {OWN_TABLES, *OF_THE_SUBJECT, "request_floors"} | own
     assert settled_geometry(SYSTEM, "sglang:padded", "cpu", "tiny_v4")[0].preset == "tiny_v4"
 
 
@@ -134,6 +137,14 @@ def test_every_mode_is_right(name: str, mode: str, form: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_replay_floor_is_right(name: str, mode: str) -> None:
     assert findings_of(name, geometry_of(name, mode, replay_floor=11), ROUNDS[:2]) == []
+
+
+@needs_sglang
+@pytest.mark.parametrize("mode", ["decode", "verify", "draft_block"])
+@pytest.mark.parametrize("name", NAMES)
+def test_floors_of_each_request_are_right(name: str, mode: str) -> None:
+    rounds = [dataclasses.replace(r, replay_floors=floors) for r, floors in zip(ROUNDS, FLOORS, strict=True)]
+    assert findings_of(name, geometry_of(name, mode, request_floors=True), rounds) == []
 
 
 @needs_sglang

@@ -89,8 +89,14 @@ SUBJECTS: Final[Mapping[str, EngineSubject]] = MappingProxyType(
                 "the fused copies alone, inside the graph, of a record that lies as the draft steps do",
                 needs_gpu=True,
             ),
+            # Of each request or of none: 0.5.22 has no floors, so a run that wants them says request_floors=true.
             _subject(
-                "padded", "padded", "padded:Padded", "DSV4 metadata and the DSpark draft block", presets=V4_PRESETS
+                "padded",
+                "padded",
+                "padded:Padded",
+                "DSV4 metadata and the DSpark draft block",
+                presets=V4_PRESETS,
+                request_floors=False,
             ),
             _subject(
                 "padded_torch",
@@ -98,6 +104,7 @@ SUBJECTS: Final[Mapping[str, EngineSubject]] = MappingProxyType(
                 "padded:PaddedInTorch",
                 "the same functions in torch, as for CPU tensors",
                 presets=V4_PRESETS,
+                request_floors=False,
             ),
             _subject(
                 "padded_low_ratios",
@@ -106,6 +113,7 @@ SUBJECTS: Final[Mapping[str, EngineSubject]] = MappingProxyType(
                 "DSV4.1 metadata, with the kernels of its low ratios",
                 presets=V4_PRESETS,
                 low_ratios=True,
+                request_floors=False,
             ),
             _subject(
                 "ragged_verify",
@@ -204,6 +212,7 @@ SUBJECTS: Final[Mapping[str, EngineSubject]] = MappingProxyType(
                 presets=("deepseek_v4", "small_v4"),
                 topk=512,
                 window=128,
+                request_floors=False,
             ),
         )
     }

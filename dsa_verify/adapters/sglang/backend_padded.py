@@ -58,6 +58,7 @@ BUILT_IN: Final[dict[str, tuple[int, ...]]] = {
     "index_align": (64,),
     "topk": (512, 1024),
     "replay_floor": (0,),
+    "request_floors": (False,),
 }
 HEAD_DIM: Final = 512
 # Fields of the layout by their names in the backend's record, where those differ.

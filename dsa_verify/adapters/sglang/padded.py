@@ -82,9 +82,11 @@ class Padded:
         self._locations = torch.zeros(buffers.layout.tokens, dtype=dtype, device=self._device)
         self._extend_lens = torch.full((self._batch,), self._rows, dtype=torch.int32, device=self._device)
         floor = torch.full((1,), geometry.replay_floor, dtype=torch.int32, device=self._device)
-        self._floor = floor.repeat(buffers.layout.tokens)
+        # A window's floor is said of each token row, a draft block's of each request row.
+        self._floor, self._valid_from = floor.repeat(buffers.layout.tokens), floor.repeat(geometry.request_rows)
+        self._has_floor = bool(geometry.replay_floor or geometry.request_floors)
         # 0.5.22 knows no floor, and no argument for one.
-        self._from_the_floor = {"valid_from": floor.repeat(geometry.request_rows)} if geometry.replay_floor else {}
+        self._from_the_floor = {"valid_from": self._valid_from} if self._has_floor else {}
         self.ready_before_graph = {"draft_block": LENGTHS, "draft_extend": (*LENGTHS, *WINDOW)}.get(
             geometry.padded_mode, ()
         )
@@ -97,7 +99,10 @@ class Padded:
         self._block_lengths = self._form_of(BLOCK, "BuildBlockSeqLensCausal")
         self._block_gather = self._form_of(BLOCK, "ComputeDsparkWindowGather")
         if self._from_the_floor.keys() - inspect.signature(self._block_gather).parameters.keys():
-            raise UsageError(f"replay_floor: sglang {wheel.version()} has no floor of a window; set replay_floor=0")
+            raise UsageError(
+                f"replay_floor: sglang {wheel.version()} has no floor of a window; set replay_floor=0 and "
+                "request_floors=false"
+            )
         self._build_block = self._form_of(BLOCK, "BuildDsparkSwaPageIndices")
         self._compress = wheel.attribute(COMPRESSED, "init_compression_metadata")
 
@@ -108,6 +113,11 @@ class Padded:
         """What the engine does before it replays: all of the draft side's but a block's window (contract 7.3)."""
         assert self._inputs.out_cache_loc is not None
         self._locations.copy_(self._inputs.out_cache_loc)
+        if self._inputs.replay_floors is not None:
+            # Where the engine places a request it writes that down; batch rows of one request agree.
+            requests = self._vector("req_pool_indices").long()
+            self._valid_from.index_copy_(0, requests, self._inputs.replay_floors)
+            self._floor.copy_(self._inputs.replay_floors.repeat_interleave(self._rows))
         mode = self._geometry.padded_mode
         if mode in ("draft_block", "draft_extend"):
             lengths, requests = self._rows_of_requests(self._rows if mode == "draft_block" else 0)
@@ -163,7 +173,7 @@ class Padded:
         return prepared
 
     def _write_window(self, requests: torch.Tensor, prepared: Any) -> None:
-        geometry, floor = self._geometry, self._floor if self._geometry.replay_floor else None
+        geometry, floor = self._geometry, self._floor if self._has_floor else None
         indices = self._build_window(
             req_to_token=self._inputs.req_to_token,
             full_to_swa_mapping=self._full_to_swa,
