@@ -21,6 +21,7 @@ from dsa_verify.errors import STATUS_HARNESS, STATUS_MISMATCH, STATUS_USAGE
 from dsa_verify.findings import Diagnosis, Finding
 from dsa_verify.rounds import complete_table
 from dsa_verify.scenario import Round, Scenario, parse_case
+from dsa_verify.trust import subject_options
 
 # What a process does to itself; others are sent to it, or may be.
 _OWN_SIGNALS: Final = frozenset(
@@ -73,7 +74,8 @@ class Told:
 
     def command(self, path: Path) -> str:
         """What replays the case at `path`."""
-        return shlex.join(["dsa-verify", "replay", str(path), *self.options])
+        subject = self.scenario.subject if self.scenario is not None else None
+        return shlex.join(["dsa-verify", "replay", str(path), *subject_options(subject), *self.options])
 
 
 def tell(end: End) -> Told | None:
