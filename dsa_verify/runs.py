@@ -133,7 +133,8 @@ class Runner:
                 return
 
     def case(self, scenario: Scenario, subject: Subject, run: Run, *, fault: str | None = None) -> None:
-        """Run one case, adding to `run`; `subject` and `fault` override those it names."""
+        """Run one case, adding to `run`; `subject` and `fault` override those it names. What it names is imported: of a
+        case that somebody else wrote, ask `check_trust` first."""
         job = Job.make(
             get_system(scenario.system),
             scenario.geometry,
