@@ -28,9 +28,9 @@ STATUSES = """
 \b
 Exit status:
   0  every round was checked and is equal
-  1  a mismatch, or a subject that fails
+  1  a mismatch, or a subject that fails, hangs, forks, or ends the process
   2  wrong usage, or a bad case file
-  3  the harness or an oracle is broken
+  3  the harness or an oracle is broken, or no verdict arrived
   4  nothing was verified
   5  the device was lost
   6  flaky: a difference that did not show again

@@ -1,4 +1,4 @@
-"""Guard: a session whose process a subject ends is not green. pytest goes on in a child, which must hand its status back.
+"""Guard: a session whose process a subject ends is not green. pytest goes on in a child, which hands its status back.
 
 The fork comes before conftests are loaded, so before torch, and before pytest captures output: terminal, --pdb, -s and
 Ctrl-C are the child's as they were this process's. A session in which nothing is verified ends as it would without a

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import os
 import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
@@ -174,7 +173,7 @@ class Replayer:
         self._record, self._waivers, self._form = record, waivers, form
         self.system, self.geometry, self.backend = system, geometry, backend
         self.device = backend.device
-        self._slots, self._pid = progress.current().slots, os.getpid()
+        self._slots, self._is_original = progress.current().slots, progress.mark_process()
         self.address_changes: list[AddressChange] = []
         self.wrong_routes: list[WrongRoute] = []
         self.rounds_run = 0
@@ -653,7 +652,7 @@ class Replayer:
 
     def _end_if_copy(self, stage: int, bucket: int) -> None:
         """A copy of the process that the subject has made, and that came back, ends here."""
-        if os.getpid() != self._pid:
+        if not self._is_original[0]:
             progress.current().end_copy(stage, bucket, self._slots[progress.ROUND])
 
     def _refuse_copies(self) -> None:

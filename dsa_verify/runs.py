@@ -103,7 +103,8 @@ class Runner:
 
     `folder`: where cases of findings go (None: nowhere). `keep_going`: go on to the next configuration after a
     finding. `on_rounds(n)`: called after n more rounds; `on_outcome()`: after each configuration or case;
-    `on_finding(finding)`: as soon as one is known. `ledger`: the differences that are known. A case need not show them: it is what was left of many rounds.
+    `on_finding(finding)`: as soon as one is known. `ledger`: the differences that are known. A case need not show
+    them: it is what was left of many rounds.
     """
 
     backend: Backend

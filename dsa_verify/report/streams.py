@@ -30,7 +30,7 @@ class _Lasting:
             stream.flush()
             self._private = True
             private = fcntl.fcntl(self._public_fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FD)
-            self._stream = open(
+            self._stream = open(  # noqa: SIM115 (until `end`)
                 private,
                 "w",
                 1 if stream.isatty() else -1,

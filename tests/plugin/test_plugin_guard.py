@@ -73,8 +73,18 @@ class Mine(Decode):
     [
         ("verify(); os._exit(0)", (), 1, SAID),
         ("verify(); os._exit(0)", ("-s",), 1, SAID),
-        ("verify()[progress.STAGE] = 0; os._exit(0)", (), 3, "dsa-verify: no verdict arrived: *in code that is not the*"),
-        ("verify(); os.kill(os.getpid(), 11)", (), 1, "dsa-verify: crashes: bucket 4: the process was ended by SIGSEGV*"),
+        (
+            "verify()[progress.STAGE] = 0; os._exit(0)",
+            (),
+            3,
+            "dsa-verify: no verdict arrived: *in code that is not*",
+        ),
+        (
+            "verify(); os.kill(os.getpid(), 11)",
+            (),
+            1,
+            "dsa-verify: crashes: bucket 4: the process was ended by SIG*",
+        ),
         ("verify(); os.kill(os.getpid(), 9)", (), 3, "dsa-verify: no verdict arrived: *by signal 9 (SIGKILL)*"),
         ("verify(); time.sleep(60)", ("--dsa-timeout=0.5",), 1, "dsa-verify: hangs: bucket 4: no progress for 0.5 s *"),
         ("verify()[progress.STAGE] = 0; time.sleep(1.5)", ("--dsa-timeout=0.5",), 0, "*1 passed*"),

@@ -7,6 +7,7 @@ tests start the command as a user does.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -132,9 +133,8 @@ def round_of(call: int, case: Path) -> int:
 @pytest.fixture(scope="module")
 def imported() -> None:
     """What a run imports, some of it late, so that none of those below has to."""
-    import dsa_verify.commands.replay
-    import dsa_verify.report.ends
-    import fuzz.command  # noqa: F401
+    for module in ("dsa_verify.commands.replay", "dsa_verify.report.ends", "fuzz.command"):
+        importlib.import_module(module)
     from dsa_verify.geometry import Geometry
     from dsa_verify.graphs import open_backend
     from dsa_verify.matrix import diagnostic_matrix
@@ -202,7 +202,10 @@ ENDS = {
     "Spins": (1, f"hangs: bucket 1: no progress for 4 s {LATE} (strike, "),
     "Forks": (1, f"forks: bucket 1: a copy of the process came back from the subject {LATE} and was ended"),
     "Killed": (3, f"by signal 9 (SIGKILL), by somebody, or by the kernel for want of memory, {LATE}"),
-    "AllocateExits": (1, f"{CRASHES}ended itself with exit status 0, as os._exit does, in allocate; no verdict arrived"),
+    "AllocateExits": (
+        1,
+        f"{CRASHES}ended itself with exit status 0, as os._exit does, in allocate; no verdict arrived",
+    ),
     "CaptureExits": (1, f"{CRASHES}ended itself with exit status 0, as os._exit does, in capture; no verdict arrived"),
 }
 AT_ONCE = ("AllocateExits", "CaptureExits")
@@ -262,7 +265,9 @@ def test_the_report_outlives_the_streams_of_the_subject(run: Run, name: str) -> 
 def test_a_crash_leaves_all_rounds_up_to_its_own(run: Run, tmp_path: Path, command: str) -> None:
     strike_in(60, tmp_path)
     status, text = run(command, *SMALL, "--rounds", "110", "--subject", "mine:Exits", "--json", "r.json")
-    assert [finding["diagnosis"] for finding in json.loads((tmp_path / "r.json").read_text())["findings"]] == ["crashes"]
+    assert [finding["diagnosis"] for finding in json.loads((tmp_path / "r.json").read_text())["findings"]] == [
+        "crashes"
+    ]
     path, again = case_of(text, tmp_path)
     number = round_of(60, path)
     assert number > JOURNAL_ROUNDS
