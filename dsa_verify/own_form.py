@@ -108,10 +108,12 @@ class OwnRows:
         self._shape = (field.rows, field.columns)
         self.copy = torch.empty_like(got, memory_format=torch.contiguous_format)
 
-    def judges(self, batch_row: int) -> bool:
-        """Whether the rows of this batch row are held against the oracle as they are; reads the device."""
-        outside = self._outside is not None and bool(self._outside(self._inputs)[batch_row])
-        return not outside and int(self._inputs.req_pool_indices[batch_row]) != PAD_REQUEST
+    def judged(self) -> list[bool]:
+        """By batch row, whether its rows are held against the oracle as they are; reads the device."""
+        unjudged = self._inputs.req_pool_indices == PAD_REQUEST
+        if self._outside is not None:
+            unjudged = unjudged | self._outside(self._inputs)
+        return [not each for each in unjudged.tolist()]
 
     def update(self) -> None:
         """Reads `got` and `want`; asynchronous and capturable."""

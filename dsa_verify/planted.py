@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -26,7 +26,9 @@ from dsa_verify.own_form import OwnRows
 from dsa_verify.regions import Kind, Region
 from dsa_verify.replayer import Lane, Replayer, raise_if_lost
 
-_FLIP: Final = 1 << 30  # makes an integer impossible and a float many times larger or smaller
+_FLIP: Final = 1 << 30  # makes an integer impossible
+# Makes a float 2**64 times larger or smaller, and no NaN, whose bits an operation may change.
+_FLOAT_FLIP: Final = 1 << 29
 _NAMED: Final = 3  # replaced functions of torch in one sentence
 _Tensor: Final[Any] = torch._C.TensorBase
 
@@ -41,16 +43,17 @@ _AT_IMPORT: Final = _functions()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Word:
-    """One word of the memory of `region`, and what it holds."""
+    """One word of the memory of `region`, what it holds, and which bit of it is made wrong."""
 
     region: Region
     row: int
     word: int
     was: int
+    flip: int
 
     @classmethod
-    def of(cls, region: Region, row: int, word: int) -> _Word:
-        return cls(region, row, word, _read(region.got, row, word))
+    def of(cls, region: Region, row: int, word: int, flip: int = _FLIP) -> _Word:
+        return cls(region, row, word, _read(region.got, row, word), flip)
 
     @property
     def address(self) -> int:
@@ -58,7 +61,7 @@ class _Word:
 
     @property
     def made(self) -> int:
-        return self.was ^ _FLIP
+        return self.was ^ self.flip
 
 
 # Ring entries by judge and region, each by its number.
@@ -106,12 +109,14 @@ def _look(lane: Lane) -> Seen:
     for look in (lane.judge_constants, lane.judge_ready, lane.judge_laws):
         if look is not None:
             look()
-    seen = {}
+    seen: dict[tuple[int, int], list[list[int]]] = {}
     for number, judge in enumerate(lane.judges):
         differing, _, ring = judge.counters
-        for index, count in enumerate(_Tensor.tolist(differing)):
-            if count:
-                seen[number, index] = _Tensor.tolist(ring)[index][: min(count, RING_ENTRIES)]
+        counts = _Tensor.tolist(differing)
+        entries = _Tensor.tolist(ring) if any(counts) else []
+        seen |= {
+            (number, index): entries[index][: min(count, RING_ENTRIES)] for index, count in enumerate(counts) if count
+        }
         judge.reset()
     return seen
 
@@ -187,9 +192,10 @@ def _fields(lane: Lane) -> list[_Word]:
     """One live word of every field that has one, each where no other is."""
     words: dict[int, _Word] = {}
     for name, region in lane.fields.items():
-        place = _place(region, lane.layout[name].compare, lane.shown.get(name))
+        compare = lane.layout[name].compare
+        place = _place(region, compare, lane.shown.get(name))
         if place is not None:
-            word = _Word.of(region, *place)
+            word = _Word.of(region, *place, _FLOAT_FLIP if compare is Compare.CLOSE else _FLIP)
             words.setdefault(word.address, word)
     return list(words.values())
 
@@ -210,15 +216,16 @@ def _place(region: Region, compare: Compare, shown: object) -> tuple[int, int] |
     if compare is Compare.ITEMS:
         return (0, 0)  # what stands below the head is in no order
     if region.live_rows is not None:
-        rows = min(rows, _read(region.live_rows.view(1, -1), 0, 0) + region.live_rows_extra)
+        rows = min(rows, _all(region.live_rows)[0] + region.live_rows_extra)
+    requests = range(rows) if region.row_request is None else _all(region.row_request)
+    bounds = None if region.live_bound is None else _all(region.live_bound)
+    judged = shown.judged() if isinstance(shown, OwnRows) else None
     for row in reversed(range(rows)):
-        request = row if region.row_request is None else _read(region.row_request.view(1, -1), 0, row)
-        live = words
-        if region.live_bound is not None:
-            bound = _read(region.live_bound.view(1, -1), 0, request)
-            elements = -(-(bound - region.column_start) // region.column_step)
+        live, request = words, requests[row]
+        if bounds is not None:
+            elements = -(-(bounds[request] - region.column_start) // region.column_step)
             live = min(words, elements * region.words_per_element)
-        if live > 0 and (not isinstance(shown, OwnRows) or shown.judges(request)):
+        if live > 0 and (judged is None or judged[request]):
             return row, live - 1
     return None
 
@@ -229,6 +236,14 @@ def _place(region: Region, compare: Compare, shown: object) -> tuple[int, int] |
 def _address(words: torch.Tensor, row: int, word: int) -> int:
     address: int = _Tensor.data_ptr(words) + 4 * (row * _Tensor.stride(words)[0] + word)
     return address
+
+
+def _all(words: torch.Tensor) -> Sequence[int]:
+    """What a vector of int32 holds."""
+    if words.is_cuda:
+        listed: list[int] = _Tensor.tolist(words)
+        return listed
+    return (ctypes.c_int32 * len(words)).from_address(_Tensor.data_ptr(words))[:]
 
 
 def _read(words: torch.Tensor, row: int, word: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 
@@ -10,12 +11,14 @@ import torch
 from support import DEVICE, EagerDecode, decode_round, job_of, small
 
 from dsa_verify import planted
+from dsa_verify.contract import Compare
+from dsa_verify.diagnose import as_float
 from dsa_verify.errors import HarnessError
 from dsa_verify.findings import Finding
 from dsa_verify.geometry import Geometry
 from dsa_verify.job import Job
 from dsa_verify.regions import Kind
-from dsa_verify.replayer import Replayer
+from dsa_verify.replayer import Lane, Replayer
 from dsa_verify.scenario import Round
 from dsa_verify.subject import Buffers, Inputs
 from dsa_verify.verify import Counts, verify_rounds
@@ -225,7 +228,12 @@ def test_every_kind_of_field_can_be_planted(system: str, geometry: Geometry) -> 
     replayer.run(job.table([decode_round(2, 30, 21)]))
     (lane,) = replayer.lanes.values()
     assert {word.region.name for word in planted._fields(lane)} == set(lane.fields)
+    assert all(math.isfinite(as_float(word.made)) for word in planted._fields(lane) if _is_close(lane, word))
     planted.require_sight(replayer)
+
+
+def _is_close(lane: Lane, word: planted._Word) -> bool:
+    return lane.layout[word.region.name].compare is Compare.CLOSE
 
 
 @pytest.mark.gpu
