@@ -30,6 +30,7 @@ class Shape:
     columns: int
     words_per_element: int
     slack: int  # words between two rows of `got`
+    step: int  # words from one of its columns to the next
     requests: int
     mapped: bool
     per_request: bool
@@ -50,6 +51,7 @@ shapes = st.builds(
     columns=st.integers(1, 90),
     words_per_element=st.sampled_from([1, 2]),
     slack=st.sampled_from([0, 0, 2, 6]),
+    step=st.sampled_from([1, 1, 2, 5]),
     requests=st.integers(1, 9),
     mapped=st.booleans(),
     per_request=st.booleans(),
@@ -72,8 +74,8 @@ def make_region(shape: Shape) -> Region:
     """A region that is right but for a share of its words."""
     rng = np.random.default_rng(shape.seed)
     words = shape.columns * shape.words_per_element
-    memory = on_device(rng.integers(-(2**31), 2**31, (shape.rows, words + shape.slack)))
-    got = memory[:, :words]
+    memory = on_device(rng.integers(-(2**31), 2**31, (shape.rows, words * shape.step + shape.slack)))
+    got = memory[:, : words * shape.step : shape.step]
     if shape.constant_only:
         region = Region(kind=Kind.GUARD, name="guard", got=got, constant=GUARD_WORD)
     else:
@@ -178,6 +180,7 @@ FIXED = Shape(
     columns=70,
     words_per_element=1,
     slack=2,
+    step=1,
     requests=5,
     mapped=True,
     per_request=True,

@@ -499,9 +499,10 @@ class Dcp(_OneFunction):
         self._pages: Any = wheel.attribute(KERNELS, "create_mla_kv_page_table_for_dcp")
         assert inputs.selection is not None
         # It asserts that columns are dense; rows it takes as they are.
-        rows, columns = inputs.selection.shape
+        self._selected = inputs.selection
+        rows, columns = self._selected.shape
         room = torch.zeros((rows, columns + _ROW_GAP), dtype=torch.int32, device=self._device)
-        self._selection = room[:, :columns]
+        self._to_pack = room[:, :columns]
 
     def before_replay(self) -> None:
         for part in self._parts:
@@ -510,14 +511,14 @@ class Dcp(_OneFunction):
     def in_graph(self) -> None:
         for part in self._parts:
             part.in_graph()
-        self._selection.copy_(self._inputs.selection)
+        self._to_pack.copy_(self._selected)
         for rank in self._ranks:
             self._share(rank)
 
     def _share(self, rank: int) -> None:
         size, inputs = len(self._ranks), self._inputs
-        self._of(rank, "localized").copy_(self._localize(inputs.selection, size, rank))
-        packed, counts = self._pack(self._selection, size, rank)
+        self._of(rank, "localized").copy_(self._localize(self._selected, size, rank))
+        packed, counts = self._pack(self._to_pack, size, rank)
         self._of(rank, "packed").copy_(packed)
         self._of(rank, "packed_counts").copy_(counts)
         lengths, table = self._of(rank, "local_lengths"), self._of(rank, "page_table")
