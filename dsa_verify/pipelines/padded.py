@@ -38,10 +38,10 @@ class Padded:
         assert inputs.full_to_swa is not None, "padded has a map into the window's pool (contract 7.1)"
         self._geometry, self._inputs, self._buffers = geometry, inputs, buffers
         self._write_locations, self._full_to_swa = inputs.out_cache_loc, inputs.full_to_swa
-        self._floors = inputs.replay_floors
-        if self._floors is None:  # one for all: the same element again and again
-            floor = torch.full((1,), geometry.replay_floor, dtype=torch.int32, device=inputs.seq_lens.device)
-            self._floors = floor.expand(buffers.layout.bucket)
+        # One for all is the same element again and again.
+        floor = torch.full((1,), geometry.replay_floor, dtype=torch.int32, device=inputs.seq_lens.device)
+        own = inputs.replay_floors
+        self._floors = floor.expand(buffers.layout.bucket) if own is None else own
 
     def before_replay(self) -> None:
         pass

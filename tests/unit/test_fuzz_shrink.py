@@ -12,6 +12,7 @@ from support import EagerDecode, backend, decode_round, job_of, small
 
 from dsa_verify import faults
 from dsa_verify.confirm import confirm
+from dsa_verify.contract import Layout
 from dsa_verify.errors import UsageError
 from dsa_verify.geometry import Geometry
 from dsa_verify.matrix import diagnostic_matrix
@@ -315,6 +316,38 @@ def test_a_prefix_is_made_short_and_named() -> None:
     assert round_.prefixes == ((1, 2, 1),)
     words = explain(result.scenario, Signature.of(result.finding), backend(), subject=EagerDecode)
     assert "pages remapped; first pages shared; everything else is free" in words.sentence
+
+
+class WrongFromFloor(EagerDecode):
+    """`padded` with nothing but lengths, which count the floors of 5 and more."""
+
+    @staticmethod
+    def not_covered(layout: Layout, device: torch.device) -> dict[str, str]:
+        return {field.name: "not given" for field in layout if field.name != "seq_lens_casual"}
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        self.inputs, self.out = inputs, buffers
+
+    def before_replay(self) -> None:
+        pass
+
+    def in_graph(self) -> None:
+        assert self.inputs.replay_floors is not None
+        self.out["seq_lens_casual"].copy_(self.inputs.seq_lens + (self.inputs.replay_floors >= 5))
+
+
+def test_floors_are_made_low_and_named() -> None:
+    geometry = Geometry.resolve("tiny_v4", {"request_floors": True, "request_rows": 9})
+    lens = {"seq_lens": (9, 30, 4), "requests": (4, 2, 4), "replay_floors": (3, 25, 3)}
+    rounds = (Round(bucket=4, **lens), Round(bucket=4, **(lens | {"replay_floors": (17, 9, 17)})))
+    case = Scenario(system="padded", geometry=geometry, buckets=(4,), rounds=rounds)
+    job = job_of(WrongFromFloor, system="padded", geometry=geometry, buckets=(4,))
+    signature = Signature.of(confirm(job, rounds)[0])
+    result = shrink(case, signature, backend(), subject=WrongFromFloor)
+    (round_,) = result.scenario.rounds
+    assert (round_.seq_lens, round_.requests, round_.replay_floors) == ((1,), (1,), (5,))
+    words = explain(result.scenario, signature, backend(), subject=WrongFromFloor)
+    assert "replay floors 5" in words.sentence
 
 
 def test_what_could_not_be_tried_in_time_is_said() -> None:
