@@ -3,6 +3,8 @@ and those of the indexer where the geometry has it (indexer.py)."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from dsa_verify.contract import Field, Layout, Lifetime, Row
 from dsa_verify.geometry import Geometry
 from dsa_verify.layouts import indexer
@@ -36,10 +38,10 @@ def _layout(system: str, geometry: Geometry, bucket: int, *, tokens: int, sectio
     # dsa_len is at most K + kp - 1 (contract 0.4); the sums are bounded by int32, where the contract lets them wrap.
     dsa_limit = geometry.topk + geometry.pool_size
 
-    def field(name: str, shape: tuple[int, ...], row: Row, high: int, **rest: object) -> Field:
+    def field(name: str, shape: tuple[int, ...], row: Row, high: int, **rest: Any) -> Field:
         # A prefix sum passes int32 at 2**31 tokens (contract 1.7), so its lower bound is int32's too.
         low = -INT32_LIMIT if high == INT32_LIMIT else 0
-        return Field(  # type: ignore[arg-type]
+        return Field(
             name=name, shape=shape, row=row, section=section, low=low, high=high, memory=memory_of(name), **rest
         )
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from dsa_verify.contract import Field, Layout, Lifetime, Row
 from dsa_verify.errors import UsageError
@@ -67,9 +67,7 @@ def _tables(geometry: Geometry, tokens: int) -> list[Field]:
     return found
 
 
-def _field(name: str, shape: tuple[int, ...], row: Row, high: int, *, section: str = "1.2", **rest: object) -> Field:
+def _field(name: str, shape: tuple[int, ...], row: Row, high: int, *, section: str = "1.2", **rest: Any) -> Field:
     # A prefix sum passes int32 at 2**31 tokens (contract 1.7), so its lower bound is int32's too.
     low = -INT32_LIMIT if high == INT32_LIMIT else 0
-    return Field(  # type: ignore[arg-type]
-        name=name, shape=shape, row=row, section=section, low=low, high=high, memory=memory_of(name), **rest
-    )
+    return Field(name=name, shape=shape, row=row, section=section, low=low, high=high, memory=memory_of(name), **rest)
