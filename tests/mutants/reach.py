@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from dsa_verify.geometry import PRESETS
-from dsa_verify.systems import DEFAULT_SUBJECT, SYSTEMS
+from dsa_verify.errors import UsageError
+from dsa_verify.geometry import PRESETS, Geometry
+from dsa_verify.systems import DEFAULT_SUBJECT, SYSTEMS, System
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 # What a run calls of a subject or oracle without naming it in their own text.
@@ -44,20 +45,30 @@ class Door:
         return f"{self.system}{subject}{self.preset and f' {self.preset}'}"
 
 
-def presets(device: str, *, pooled: bool) -> list[str]:
-    """The presets with an indexer that fit the device, `pooled`: those that pool, too."""
-    return [
+def presets(device: str, system: System, *, one: bool) -> list[str]:
+    """The presets with an indexer that fit the device and that `system` takes, `one`: of them one that pools, if any
+    does."""
+    fitting = [
         name
         for name, values in PRESETS.items()
-        if values.get("indexer") and name.startswith("tiny") == (device == "cpu")
-        if not pooled or values.get("pool_size", 1) > 1
+        if values.get("indexer") and name.startswith("tiny") == (device == "cpu") and _takes(system, name)
     ]
+    fitting.sort(key=lambda name: -PRESETS[name].get("pool_size", 1))
+    return fitting[:1] if one else fitting
+
+
+def _takes(system: System, preset: str) -> bool:
+    try:
+        system.layout(Geometry.resolve(preset), 1)
+    except UsageError:
+        return False
+    return True
 
 
 @functools.cache
 def doors(device: str) -> dict[str, list[Door]]:
     """By definition, `module:qualified name`, the doors that lead to it, the plainest first; another subject than the
-    system's own only where that one does not."""
+    system's own only where that one does not, or where it is a neighbour of theirs, which it calls in another way."""
     found: dict[str, list[Door]] = {}
     for name in sorted(SYSTEMS, key=lambda name: name in _SHARING):
         system = SYSTEMS[name]
@@ -70,17 +81,19 @@ def doors(device: str) -> dict[str, list[Door]]:
             whole = _reached(reference) | _reached(system.oracle)
             if reference.startswith(_REFUSING):
                 plain = set()
-            for definition in whole - own:
+            beside = reference.partition(":")[0]
+            for definition in whole:
+                if definition in own and not definition.startswith(beside):
+                    continue
                 known = found.setdefault(definition, [])
                 if name in _SHARING and any(door.system not in _SHARING for door in known):
                     continue
                 if definition in plain:
                     known.append(Door(name, subject))
                 if whole & _INDEXERS:
-                    fitting = presets(device, pooled=definition in plain)
+                    fitting = presets(device, system, one=definition in plain)
                     known += [Door(name, subject, preset) for preset in fitting]
-            if subject == DEFAULT_SUBJECT:
-                own = whole
+            own |= whole if subject == DEFAULT_SUBJECT else set()
     return {definition: sorted(known, key=lambda door: door.preset != "") for definition, known in found.items()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,25 +28,41 @@ class Survivor:
     it survives on."""
 
     name: str
-    change: str
+    change: str = ""
     kind: str
     reason: str
     on: tuple[str, ...] = DEVICES
 
 
-def read(path: Path = TABLE) -> dict[str, Survivor]:
-    """By name. ValueError for an entry that is not one."""
+def read(changes: dict[str, str], path: Path = TABLE) -> dict[str, Survivor]:
+    """By name, a hole of many mutants (`*`) as an entry of each. `changes`: by name of mutant. ValueError for an entry
+    that is not one."""
     table: dict[str, Survivor] = {}
     for entry in tomllib.loads(path.read_text(encoding="utf-8")).get("survivor", []):
         survivor = Survivor(**{**entry, "on": tuple(entry.get("on", DEVICES))})
-        if survivor.name in table:
-            raise ValueError(f"{survivor.name}: is in the table twice; leave one out")
-        if survivor.kind not in KINDS:
-            raise ValueError(f"{survivor.name}: kind {survivor.kind!r} is unknown; known: {', '.join(KINDS)}")
-        if not survivor.reason or not survivor.on or not set(survivor.on) <= set(DEVICES):
-            raise ValueError(f"{survivor.name}: needs a reason, and `on` from {', '.join(DEVICES)}")
-        table[survivor.name] = survivor
+        _check(survivor)
+        for each in _each(survivor, changes):
+            if each.name in table:
+                raise ValueError(f"{each.name}: is in the table twice; leave one out")
+            table[each.name] = each
     return table
+
+
+def _check(survivor: Survivor) -> None:
+    if survivor.kind not in KINDS:
+        raise ValueError(f"{survivor.name}: kind {survivor.kind!r} is unknown; known: {', '.join(KINDS)}")
+    if not survivor.reason or not survivor.on or not set(survivor.on) <= set(DEVICES):
+        raise ValueError(f"{survivor.name}: needs a reason, and `on` from {', '.join(DEVICES)}")
+    if ("*" in survivor.name) != (survivor.change == "") or ("*" in survivor.name and survivor.kind != "hole"):
+        raise ValueError(f"{survivor.name}: needs its change; a hole of many mutants alone has * and no change")
+
+
+def _each(survivor: Survivor, changes: dict[str, str]) -> list[Survivor]:
+    """The entry of each mutant that is meant; of a * that means none, the entry itself."""
+    if "*" not in survivor.name:
+        return [survivor]
+    meant = [name for name in changes if fnmatch.fnmatchcase(name, survivor.name)]
+    return [dataclasses.replace(survivor, name=name, change=changes[name]) for name in meant] or [survivor]
 
 
 def stale(table: dict[str, Survivor], changes: dict[str, str]) -> list[str]:
