@@ -25,6 +25,8 @@ _PIPELINES: Final = "dsa_verify.pipelines."
 
 # What is only reached through these runs where a geometry has an indexer, which the presets of no system have.
 _INDEXERS: Final = frozenset({"dsa_verify.pipelines.indexer:IndexerMetadata", "oracles.indexer:IndexerOracle"})
+# Named on the way, and run by no system: none gives a schedule the indices that these are for.
+_OUTSIDE: Final = frozenset({"oracles.schedule:_indexed", "oracles.schedule:_run_cost"})
 # These subjects refuse a geometry without an indexer.
 _REFUSING: Final = ("dsa_verify.pipelines.schedule_life", "dsa_verify.pipelines.in_graph_verify")
 # What they share with the other systems is shown to those alone: each of their modes runs there.
@@ -140,7 +142,7 @@ def _definitions(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, ast.A
 
 @functools.cache
 def _reached(reference: str, cut: frozenset[str] = frozenset()) -> frozenset[str]:
-    """All that the definition leads to, but by way of those in `cut`."""
+    """All that the definition leads to, but by way of those in `cut` and of what no system runs."""
     module, _, name = reference.partition(":")
     reached: set[tuple[str, str]] = set()
     attributes = set(_PROTOCOL)
@@ -150,7 +152,7 @@ def _reached(reference: str, cut: frozenset[str] = frozenset()) -> frozenset[str
             reached.add(place)
             attributes |= _attributes(*place)
         named = set(_named(reached, attributes)) - reached
-        new = [(module, name) for module, name in named if f"{module}:{name}" not in cut]
+        new = [(module, name) for module, name in named if f"{module}:{name}" not in cut | _OUTSIDE]
     return frozenset(f"{module}:{name}" for module, name in reached)
 
 

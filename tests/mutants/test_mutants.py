@@ -151,6 +151,8 @@ def test_doors_are_those_that_lead_to_a_definition():
     assert known["dsa_verify.pipelines.dcp_kernel:merge_kernel"] == [Door("dcp")]
     assert {door.preset for door in known["dsa_verify.pipelines.topk_plan_kernel:topk_plan_kernel"]} == {"tiny_pool"}
     assert "dsa_verify.pipelines.dcp_kernel:pack_prefix_kernel" not in known  # of extend, which is no system
+    assert "oracles.schedule:_indexed" not in known
+    assert known["dsa_verify.pipelines.ragged_verify_kernel:_lengths"] == [Door("ragged_verify")]  # it has no pools
     assert all(not door.preset.startswith("tiny") for each in doors("cuda").values() for door in each)
 
 

@@ -25,15 +25,13 @@ from typing import Any, Final
 
 from dsa_verify import cli, errors
 from dsa_verify.device import settle_device
+from dsa_verify.matrix import Config, diagnostic_matrix
 from tests.mutants.catalogue import Mutant
 from tests.mutants.reach import ROOT, Door
 
 KILLED, SURVIVED, INVALID, NO_MEMORY = "killed", "survived", "invalid", "no memory"
 # An interpreted mutant that asks for more than this would take the machine with it.
 MEMORY_BYTES: Final = 12 << 30
-# The configurations of a matrix are run in another order, because neighbours are alike. Any step will do that has no
-# divisor in common with how many there are.
-_CONFIGS, _STEP, _FIRST = 16, 5, 6
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +130,7 @@ class _Instead(importlib.abc.MetaPathFinder):
 def _through(doors: Sequence[Door], device: str, quick: int | None, folder: Path, beat: Callable[[], None]) -> Verdict:
     """`replay` of all doors, a configuration of each in turn, then `fuzz` of each."""
     settled = settle_device(device)
-    steps = _replays(doors, settled, quick or _CONFIGS, beat)
+    steps = _replays(doors, settled, quick, beat)
     for by, step in steps if quick else itertools.chain(steps, _fuzzes(doors, settled, folder, beat)):
         try:
             status, how = step()
@@ -153,10 +151,12 @@ def _through(doors: Sequence[Door], device: str, quick: int | None, folder: Path
 Step = Callable[[], tuple[int, str]]
 
 
-def _replays(doors: Sequence[Door], device: Any, configs: int, beat: Callable[[], None]) -> Iterator[tuple[str, Step]]:
+def _replays(
+    doors: Sequence[Door], device: Any, configs: int | None, beat: Callable[[], None]
+) -> Iterator[tuple[str, Step]]:
     """What `dsa-verify replay --system S --subject X` runs, in another order."""
+    # Here, as these bring Triton, which must know by then whether to compile or to interpret.
     from dsa_verify.graphs import open_backend
-    from dsa_verify.matrix import diagnostic_matrix
     from dsa_verify.runs import Runner, open_run, status_of
     from dsa_verify.systems import get_system, settled_geometry
     from dsa_verify.waivers import choose_ledger
@@ -164,19 +164,25 @@ def _replays(doors: Sequence[Door], device: Any, configs: int, beat: Callable[[]
     backend, ledger = open_backend(device), choose_ledger(None, False)
     runner = Runner(backend=backend, folder=None, ledger=ledger, on_rounds=lambda count: beat())
 
-    def step(door: Door, place: int) -> tuple[int, str]:
-        system = get_system(door.system)
-        geometry, fixed = settled_geometry(system, door.subject, device.type, door.preset or None)
-        matrix = diagnostic_matrix(system, geometry, fixed=fixed)
-        assert len(matrix) == _CONFIGS, f"{door}: {len(matrix)} configurations; make _CONFIGS what they are"
-        config = matrix[(_FIRST + place * _STEP) % len(matrix)]
+    def step(door: Door, config: Config) -> tuple[int, str]:
         result = open_run(door.system, door.subject, backend, ledger)
         runner.matrix([config], door.subject, result)
         return status_of([result]), f"{config.name}: {' '.join(found.sentence for found in result.findings[:1])}"
 
-    for place in range(configs):
-        for door in doors:
-            yield f"replay {door}", lambda door=door, place=place: step(door, place)  # type: ignore[misc]
+    matrices: dict[Door, list[Config]] = {}
+    for door in doors:
+        system = get_system(door.system)
+        geometry, fixed = settled_geometry(system, door.subject, device.type, door.preset or None)
+        matrices[door] = _shuffled(diagnostic_matrix(system, geometry, fixed=fixed))[:configs]
+    for row in itertools.zip_longest(*matrices.values()):
+        for door, config in zip(matrices, row, strict=True):
+            if config is not None:
+                yield f"replay {door}", lambda door=door, config=config: step(door, config)  # type: ignore[misc]
+
+
+def _shuffled(configs: list[Config]) -> list[Config]:
+    """In an order in which neighbours are unlike each other: an early one then kills what an earlier one does not."""
+    return [configs[i] for i in sorted(range(len(configs)), key=lambda i: (13 * i + 2) % 16)]
 
 
 def _fuzzes(doors: Sequence[Door], device: Any, folder: Path, beat: Callable[[], None]) -> Iterator[tuple[str, Step]]:
