@@ -201,7 +201,7 @@ def drop_requests(search: _Search) -> None:
 
 
 def plain_inputs(search: _Search) -> None:
-    """No remaps, no prefixes taken, no second replay, no foreign work, the loud poison or else the stale one, seed 0."""
+    """No remaps, no prefixes taken, no second replay, no foreign work, the loud or else the stale poison, seed 0."""
     search.attempt_each(lambda round_: round_.with_remap(()))
     for i, round_ in enumerate(search.rounds):
         _drop_parts(round_.remap, partial(_attempt_remaps, search, i))
