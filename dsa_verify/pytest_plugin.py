@@ -349,7 +349,7 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport, sched: Any) -> None:
     """A worker of pytest-xdist died in test `crashitem`, which fails for it. What it ran is said if it is known."""
-    for case in pytest_guard.left_cases(report.node.config.option.dsa_findings):  # type: ignore[attr-defined]
+    for case in pytest_guard.left_cases(report.node.config.option.dsa_findings):
         report.longrepr = f"{report.longrepr}\na process ended while it ran this case: {case}"
 
 

@@ -101,10 +101,17 @@ class JournalledJob(Job):
         values = {field.name: getattr(job, field.name) for field in dataclasses.fields(Job)}
         return cls(**{**values, **changes}, journal=journal)
 
-    def open(self, rounds: int, remap_slots: int = REMAPS_PER_ROUND, *, record: bool = False) -> Replayer:
+    def open(
+        self,
+        rounds: int,
+        remap_slots: int = REMAPS_PER_ROUND,
+        *,
+        record: bool = False,
+        first: RoundTable | None = None,
+    ) -> Replayer:
         self.journal.opening(self)
         # Not super(): a class with slots is made anew, and super() would ask for the old one.
-        replayer = Job.open(self, rounds, remap_slots, record=record)
+        replayer = Job.open(self, rounds, remap_slots, record=record, first=first)
         run = replayer.run
 
         def journalled(table: RoundTable, **callbacks: Any) -> None:
