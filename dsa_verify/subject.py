@@ -39,6 +39,10 @@ class Inputs:
     [bucket, 4], what is written there; `selected_positions` int32 [bucket, topk], positions or -1, and `selection`
     int32 [bucket, topk], their slots or -1; `partial_out` float32 [D, bucket, heads, head_dim], `partial_lse` float32
     [D, bucket, heads].
+
+    No two inputs that are strided have a stride in common. Of those of dcp, `selected_positions`, `selection` and
+    `partial_lse` may have their columns apart, the others the rows of their last dimension. A location is never -1:
+    that of no token is 0 (contract 0.1). No count comes with a selection: what is not -1 is selected (contract 8.3).
     """
 
     seq_lens: torch.Tensor

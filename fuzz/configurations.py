@@ -354,6 +354,7 @@ class _Draw:
         found: dict[str, object] = {
             "index_dtype": self._deal("index_dtype", INDEX_DTYPES),
             "input_view": self._deal("input_view", INPUT_VIEWS),
+            "warm_ups": self._deal("warm_ups", WARM_UPS),
         }
         if OWN_TABLES not in self.fixed:
             found["table_width"] = self._deal("table_width", _widths(geometry))
