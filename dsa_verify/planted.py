@@ -25,20 +25,12 @@ from dsa_verify.memory import lack_of_memory
 from dsa_verify.own_form import OwnRows
 from dsa_verify.regions import Kind, Region
 from dsa_verify.replayer import Lane, Replayer, raise_if_lost
+from dsa_verify.torch_functions import replaced_functions
 
 _FLIP: Final = 1 << 30  # makes an integer impossible
 # Makes a float 2**64 times larger or smaller, and no NaN, whose bits an operation may change.
 _FLOAT_FLIP: Final = 1 << 29
-_NAMED: Final = 3  # replaced functions of torch in one sentence
 _Tensor: Final[Any] = torch._C.TensorBase
-
-
-def _functions() -> dict[str, object]:
-    spaces = (("torch", vars(torch)), ("torch.Tensor", vars(torch.Tensor)))
-    return {f"{space}.{name}": each for space, members in spaces for name, each in members.items() if callable(each)}
-
-
-_AT_IMPORT: Final = _functions()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -169,20 +161,7 @@ def _description(word: _Word) -> str:
 
 def _suspects() -> str:
     """What is known of a cause, and what is not."""
-    # What torch itself adds later is a submodule's; a method that it inherits is replaced by adding one.
-    replaced = [
-        name
-        for name, each in _functions().items()
-        if _AT_IMPORT.get(name) is not each and (name in _AT_IMPORT or name.startswith("torch.Tensor."))
-    ]
-    if not replaced:
-        return "no verdict can be drawn; the subject may have changed what functions of torch do"
-    verb = "has" if len(replaced) == 1 else "have"
-    more = f" and {len(replaced) - _NAMED} more" if len(replaced) > _NAMED else ""
-    return (
-        f"no verdict can be drawn; the subject may have changed functions of torch: since dsa-verify was imported "
-        f"{', '.join(sorted(replaced)[:_NAMED])}{more} {verb} been replaced"
-    )
+    return f"no verdict can be drawn; the subject may have changed functions of torch{replaced_functions(': ')}"
 
 
 # Which words ---------------------------------------------------------------------------------------------------------

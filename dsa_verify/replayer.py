@@ -59,6 +59,7 @@ from dsa_verify.regions import (
 from dsa_verify.rounds import RoundTable
 from dsa_verify.subject import Buffers, Inputs, Routed, Subject, SubjectFactory, current_outputs, make_subject
 from dsa_verify.systems import System
+from dsa_verify.torch_functions import replaced_functions
 from dsa_verify.torch_state import TorchState
 from dsa_verify.waived_words import WaivedWords
 from dsa_verify.waivers import Waiver
@@ -404,7 +405,8 @@ class Replayer:
         try:
             self._replay_beside(lane.oracle_graph)
         except ReplayError as error:
-            raise HarnessError(f"the oracle of {self.system.name} cannot be replayed: {error}") from error
+            broken = f"the oracle of {self.system.name} cannot be replayed: {error}{replaced_functions('; ')}"
+            raise HarnessError(broken) from error
 
     def _replay_beside(self, graph: Graph) -> None:
         """Replay on the oracle's own stream, between what came before and what comes after on the current one."""
@@ -607,7 +609,8 @@ class Replayer:
             oracle.in_graph()
             return self.backend.capture(oracle.in_graph, pool=self._pools[0]), oracle
         except Exception as error:
-            raise HarnessError(f"the oracle of {self.system.name} cannot be captured: {error}") from error
+            broken = f"the oracle of {self.system.name} cannot be captured: {error}{replaced_functions('; ')}"
+            raise HarnessError(broken) from error
 
     def _open_subject(
         self, layout: Layout, factory: SubjectFactory, inputs: Inputs, buffers: Buffers

@@ -247,3 +247,24 @@ def test_a_gpu_plants_through_its_captured_graphs(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(lane, "judge", lambda phase: None)
     with pytest.raises(HarnessError, match="does not see a planted difference"):
         planted.require_sight(replayer)
+
+
+def test_an_oracle_that_fails_after_a_function_was_replaced_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cheats(EagerDecode):
+        def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+            super().allocate(geometry, inputs, buffers)
+
+            def refuse(*args: object, **kwargs: object) -> None:
+                raise RuntimeError("no more")
+
+            if len(inputs.seq_lens) == 4:  # the oracle of bucket 2 comes next
+                for name in ("where", "clamp", "cumsum", "arange"):
+                    monkeypatch.setattr(torch, name, refuse)
+                    if name != "where" and name != "arange":
+                        monkeypatch.setattr(torch.Tensor, name, refuse)
+
+        def in_graph(self) -> None:
+            pass
+
+    with pytest.raises(HarnessError, match=r"oracle of decode cannot be captured: .*; since dsa-verify was imported "):
+        job_of(Cheats).open(1)
