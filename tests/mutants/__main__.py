@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import json
@@ -10,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -140,15 +141,12 @@ def _wrong(
     return survivors.stale(table, changes) + survivors.surprises(table, device, survived, killed, changes)
 
 
-class _kernels_of_this_run:
+@contextlib.contextmanager
+def _kernels_of_this_run() -> Iterator[None]:
     """Kernels are compiled into a folder of this run, which all trials share: Triton names them by their source."""
-
-    def __enter__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="dsa-verify-mutants-", ignore_cleanup_errors=True)
-        os.environ["TRITON_CACHE_DIR"] = self._folder.name
-
-    def __exit__(self, *error: object) -> None:
-        self._folder.cleanup()
+    with tempfile.TemporaryDirectory(prefix="dsa-verify-mutants-", ignore_cleanup_errors=True) as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        yield
 
 
 def _is_healthy(mutants: Sequence[Mutant], device: str, jobs: int, quick: int | None) -> bool:
