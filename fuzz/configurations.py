@@ -27,6 +27,7 @@ from dsa_verify.geometry import (
     MAX_SLOTS,
     PADDED_MODES,
     TABLE_VIEWS,
+    WARM_UPS,
     Geometry,
 )
 from dsa_verify.kpool_rules import SCALED_DOWN_PRESETS
