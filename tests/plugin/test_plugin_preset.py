@@ -10,8 +10,8 @@ def test_default_follows_the_device(session) -> None:
     preset = "deepseek_v32" if torch.cuda.is_available() else "tiny"
     text = (
         "def test(dsa):\n"
-        "    (config,) = dsa._configs('decode', None, (1,), None, None, 1, {})\n"
-        f"    assert config.geometry.preset == {preset!r}\n"
+        "    configs = dsa._configs('decode', None, (1,), None, None, 1, {})\n"
+        f"    assert {{config.geometry.preset for config in configs}} == {{{preset!r}}}\n"
         "    dsa.verify('decode', batches=(1,), rounds=1)\n"
     )
     session(text, preset="").assert_outcomes(passed=1)
