@@ -26,7 +26,7 @@ class Late(Decode):
     def before_replay(self):
         super().before_replay()
         self.calls += 1
-        if self.calls == 300:
+        if self.calls == 120:
             self.strike()
 
 class Right(Late):
