@@ -19,6 +19,7 @@ from dsa_verify.errors import UsageError
 from dsa_verify.geometry import LOG_BASES, MAX_BATCH, PADDED_MODES, WARM_UPS, Geometry
 from dsa_verify.indexer_turns import architecture_turn, indexer_turn
 from dsa_verify.kpool_rules import shortest_length
+from dsa_verify.padded_rules import LOW_RATIOS
 from dsa_verify.ragged_rules import graph_tokens
 from dsa_verify.rounds import (
     PAD_REQUEST,
@@ -31,7 +32,7 @@ from dsa_verify.rounds import (
 )
 from dsa_verify.scenario import POISONS, SEED_LIMIT, Round, drawn_lens, has_floors, one_floor_each, pooled_indexer
 from dsa_verify.schedules import VARIANTS, Placement
-from dsa_verify.systems import OWN_TABLES, System
+from dsa_verify.systems import OF_OTHERS, OWN_TABLES, System
 from dsa_verify.topk_plan_rules import PLAN_RULES
 
 # Of the published 272-replay diagnostic: what a run has that says only one of them.
@@ -50,6 +51,7 @@ DRAFT_SHAPES: Final = (
 SCRIPTED_ROUNDS: Final = 17
 PADDED_BUCKETS: Final = (48, 14)
 DCP_SIZES: Final = (1, 2, 3, 4, 8)
+DRAFT_STEPS: Final = (4, 2, 3, 5)
 CHUNK_ROUNDS: Final = 512  # rounds between two polls of the judge
 REMAPS_PER_ROUND: Final = 4
 LONG_LENGTH: Final = 100_001  # the length the published 272-replay diagnostic goes up to
@@ -121,7 +123,8 @@ def diagnostic_matrix(
     Dtype and view of the inputs and the warm-ups turn over the configurations, so that offset, strided and int32 inputs
     are part of every matrix, unless they are among the `fixed` fields of `geometry`. In every fourth, page tables are
     narrower than requests may be, which no more than fill them (contract 1.6), unless OWN_TABLES is `fixed`. In every
-    fourth other the indexer is on, and where it is, the architecture turns (indexer_turns.py).
+    fourth other the indexer is on, and where it is, the architecture turns (indexer_turns.py). The draft steps of mtp,
+    the blocks of dcp and the ratios of padded turn, too, unless `fixed` has OF_OTHERS.
     """
     if "draft_tokens" in fixed:
         if not system.drafts:
@@ -138,6 +141,8 @@ def diagnostic_matrix(
             turning["table_width"] = base.context * 2 // 3 | 1  # odd, so that no page and no block divides it
         if system.name == "dcp":
             turning |= {"dcp_size": DCP_SIZES[i % len(DCP_SIZES)], "log_base": LOG_BASES[i % 2]}
+        if OF_OTHERS not in fixed:
+            turning |= _turning_of_ours(system, base, i)
         turning |= architecture_turn(base, i, fixed)
         turning["warm_ups"] = WARM_UPS[i // 3 % 2]
         if system.name == "padded" and "replay_floor" not in fixed:
@@ -156,12 +161,26 @@ def diagnostic_matrix(
     return configs
 
 
+def _turning_of_ours(system: System, geometry: Geometry, i: int) -> dict[str, object]:
+    """What of configuration `i` of our own pipelines is different, which others may not have: the draft steps of mtp,
+    in half of dcp blocks of a page, and in every fourth of padded, once a mode, the ratios 1 and 2."""
+    if system.name == "mtp":
+        return {"draft_steps": DRAFT_STEPS[(i + i // 4) % 4]}
+    if system.name == "dcp":
+        return {"dcp_block": (1, geometry.page_size)[i // 2 % 2]}
+    if system.name == "padded" and (i + i // 4) % 4 == 2 and geometry.page_size % max(LOW_RATIOS) == 0:
+        return {"low_ratios": True}
+    return {}
+
+
 def _what_is_special(geometry: Geometry, settled: Geometry) -> Iterator[str]:
     """Of a configuration of `geometry`, beyond what all turn over."""
     if settled.preset != geometry.preset:
         yield settled.preset
     if settled.architecture != geometry.architecture:
         yield f"architecture {settled.architecture}"
+    if settled.low_ratios and not geometry.low_ratios:
+        yield "low ratios"
 
 
 def _shapes(

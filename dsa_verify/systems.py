@@ -27,6 +27,8 @@ OWN_TABLES: Final = "tables of the engine's width"
 # with, or none, and its metadata for the device that they run on.
 OWN_PIPELINES: Final = "dsa_verify.pipelines."
 OF_THE_SUBJECT: Final = frozenset({"indexer", "architecture", "schedule"})
+# Among the settled fields of such a subject: the matrix leaves it the draft steps, blocks and ratios it was asked for.
+OF_OTHERS: Final = "a subject that is not ours"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +168,8 @@ def settled_geometry(
 ) -> tuple[Geometry, frozenset[str]]:
     """The geometry that a run of `subject` (a reference, a factory or None) starts from, and the fields of it that are
     settled, so that no matrix turns them over: `settings`, and what an engine's subject asks for beside them, with
-    OWN_TABLES. Whether there is an indexer is settled where a preset is named, and of a subject that is not ours.
+    OWN_TABLES. Whether there is an indexer is settled where a preset is named, and of a subject that is not ours, which
+    also has OF_OTHERS.
 
     `preset` (None: that of the subject, else of the system) and `settings` are what the run says itself. UsageError
     for a wrong one.
@@ -180,7 +183,7 @@ def settled_geometry(
     if engine is not None:
         fixed.add(OWN_TABLES)
     if not _is_ours(system, subject):
-        fixed |= OF_THE_SUBJECT
+        fixed |= OF_THE_SUBJECT | {OF_OTHERS}
     return Geometry.resolve(preset, wanted), frozenset(fixed)
 
 

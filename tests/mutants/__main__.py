@@ -56,6 +56,12 @@ HEALTHY_CONFIGS: Final = {"cpu": 1, "cuda": None}
     help="N configurations of each replay and no fuzz; more may be killed by all.",
 )
 @click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Trials at a time.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="N",
+    help="Begin no trial later than that after the first; those that have begun are finished.",
+)
 @click.option("--healthy/--no-healthy", default=True, show_default=True, help="First run the code as it is.")
 @click.option("--list", "listed", is_flag=True, help="Show the mutants and run nothing.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Write the results there.")
@@ -68,6 +74,7 @@ def main(
     source: str,
     quick: int | None,
     jobs: int,
+    seconds: float | None,
     healthy: bool,
     listed: bool,
     json_path: Path | None,
@@ -78,7 +85,7 @@ def main(
     """
     changes = {mutant.name: mutant.edit.change for each in PARTS for mutant in catalogue(each)}
     table = survivors.read(changes)
-    drawn = _drawn(device, part, count, seed, only, source, table)
+    drawn = _drawn(device, part, count, seed, only, source, table, listed=listed)
     if listed:
         _list(drawn, device)
         return
@@ -88,18 +95,31 @@ def main(
         if healthy and not _is_healthy(drawn, device, jobs, quick or HEALTHY_CONFIGS[device]):
             sys.exit(STATUS_UNHEALTHY)
         tasks = [pool.Task(mutant=mutant, doors=mutant.doors(device)) for mutant in drawn]
-        for result in pool.run(tasks, device, jobs, quick=quick):
+        for result in pool.run(_until(seconds, tasks), device, jobs, quick=quick):
             results.append(result)
             _say(len(results), len(drawn), result, table)
             if json_path is not None:  # anew after each, for a run that is cut short
-                head = {"device": device, "part": part, "seed": seed, "wall_s": round(time.monotonic() - started, 1)}
+                head = {"device": device, "part": part, "seed": seed, "drawn": len(drawn)}
+                head["wall_s"] = round(time.monotonic() - started, 1)
                 text = json.dumps({**head, **_document(results, table)}, indent=2)
                 json_path.write_text(text + "\n", encoding="utf-8")
     wrong = _wrong(results, table, changes, device)
     click.echo(f"{_summary(results, table)}; {time.monotonic() - started:.0f} s")
+    if len(results) < len(drawn):
+        click.echo(f"partial: {len(results)} of {len(drawn)} drawn mutants were tried, as {seconds:g} s were over")
     for line in wrong:
         click.echo(line)
     sys.exit(STATUS_SURPRISE if wrong else STATUS_AS_EXPECTED)
+
+
+def _until(seconds: float | None, tasks: Sequence[pool.Task]) -> Iterator[pool.Task]:
+    """`tasks`, until so long after the first was taken; None: all. They are in an order drawn by lot, so that those
+    taken are as fair a sample as all."""
+    begun = time.monotonic()
+    for task in tasks:
+        if seconds is not None and time.monotonic() - begun > seconds:
+            return
+        yield task
 
 
 def _drawn(
@@ -110,7 +130,10 @@ def _drawn(
     only: tuple[str, ...],
     source: str,
     table: dict[str, survivors.Survivor],
+    *,
+    listed: bool,
 ) -> list[Mutant]:
+    """In an order by lot, of which any beginning is a fair sample, but where they are only listed."""
     mutants = [mutant for each in (PARTS if part == "all" else (part,)) for mutant in catalogue(each)]
     known = {survivor.name for survivor in table.values() if device in survivor.on}
     if source != "all":
@@ -120,7 +143,7 @@ def _drawn(
     mutants = [each for each in mutants if any(fnmatch.fnmatchcase(each.name, pattern) for pattern in only)]
     if not mutants:
         raise click.UsageError(f"--only: no mutant is called {' or '.join(only)}; see --list")
-    return mutants
+    return mutants if listed else sample(mutants, len(mutants), seed)
 
 
 def _list(mutants: Sequence[Mutant], device: str) -> None:

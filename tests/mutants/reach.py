@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from dsa_verify.errors import UsageError
-from dsa_verify.geometry import PRESETS, Geometry
+from dsa_verify.indexer_turns import INDEXED_PRESETS
 from dsa_verify.systems import DEFAULT_SUBJECT, SYSTEMS, System
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -22,9 +21,6 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 _PROTOCOL: Final = ("__init__", "allocate", "before_replay", "in_graph")
 _PIPELINES: Final = "dsa_verify.pipelines."
 
-
-# What is only reached through these runs where a geometry has an indexer, which the presets of no system have.
-_INDEXERS: Final = frozenset({"dsa_verify.pipelines.indexer:IndexerMetadata", "oracles.indexer:IndexerOracle"})
 # Named on the way, and run by no system: none gives a schedule the indices that these are for.
 _OUTSIDE: Final = frozenset({"oracles.schedule:_indexed", "oracles.schedule:_run_cost"})
 # These subjects refuse a geometry without an indexer.
@@ -47,24 +43,10 @@ class Door:
         return f"{self.system}{subject}{self.preset and f' {self.preset}'}"
 
 
-def presets(device: str, system: System, *, one: bool) -> list[str]:
-    """The presets with an indexer that fit the device and that `system` takes, `one`: of them one that pools, if any
-    does."""
-    fitting = [
-        name
-        for name, values in PRESETS.items()
-        if values.get("indexer") and name.startswith("tiny") == (device == "cpu") and _takes(system, name)
-    ]
-    fitting.sort(key=lambda name: -PRESETS[name].get("pool_size", 1))
-    return fitting[:1] if one else fitting
-
-
-def _takes(system: System, preset: str) -> bool:
-    try:
-        system.layout(Geometry.resolve(preset), 1)
-    except UsageError:
-        return False
-    return True
+def presets(device: str, system: System, reference: str) -> tuple[str, ...]:
+    """Those that the subject is run with: the system's own, whose configurations have an indexer in their turn, with
+    and without pools; both that have one throughout where the subject refuses all others."""
+    return INDEXED_PRESETS[system.preset(device)] if reference.startswith(_REFUSING) else ("",)
 
 
 @functools.cache
@@ -79,10 +61,7 @@ def doors(device: str) -> dict[str, list[Door]]:
             reference = system.subjects[subject]
             if not reference.startswith(_PIPELINES):
                 continue  # an adapter's, of code that is not here
-            plain = _reached(reference, cut=_INDEXERS) | _reached(system.oracle, cut=_INDEXERS)
             whole = _reached(reference) | _reached(system.oracle)
-            if reference.startswith(_REFUSING):
-                plain = set()
             beside = reference.partition(":")[0]
             for definition in whole:
                 if definition in own and not definition.startswith(beside):
@@ -90,13 +69,9 @@ def doors(device: str) -> dict[str, list[Door]]:
                 known = found.setdefault(definition, [])
                 if name in _SHARING and any(door.system not in _SHARING for door in known):
                     continue
-                if definition in plain:
-                    known.append(Door(name, subject))
-                if whole & _INDEXERS:
-                    fitting = presets(device, system, one=definition in plain)
-                    known += [Door(name, subject, preset) for preset in fitting]
+                known += [Door(name, subject, preset) for preset in presets(device, system, reference)]
             own |= whole if subject == DEFAULT_SUBJECT else set()
-    return {definition: sorted(known, key=lambda door: door.preset != "") for definition, known in found.items()}
+    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,8 +116,8 @@ def _definitions(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, ast.A
 
 
 @functools.cache
-def _reached(reference: str, cut: frozenset[str] = frozenset()) -> frozenset[str]:
-    """All that the definition leads to, but by way of those in `cut` and of what no system runs."""
+def _reached(reference: str) -> frozenset[str]:
+    """All that the definition leads to, but by way of what no system runs."""
     module, _, name = reference.partition(":")
     reached: set[tuple[str, str]] = set()
     attributes = set(_PROTOCOL)
@@ -152,7 +127,7 @@ def _reached(reference: str, cut: frozenset[str] = frozenset()) -> frozenset[str
             reached.add(place)
             attributes |= _attributes(*place)
         named = set(_named(reached, attributes)) - reached
-        new = [(module, name) for module, name in named if f"{module}:{name}" not in cut | _OUTSIDE]
+        new = [(module, name) for module, name in named if f"{module}:{name}" not in _OUTSIDE]
     return frozenset(f"{module}:{name}" for module, name in reached)
 
 

@@ -16,14 +16,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsa_verify.indexer_turns import SYSTEMS_WITH_INDEXER
+from dsa_verify.matrix import diagnostic_matrix
+from dsa_verify.systems import SYSTEMS, get_system, settled_geometry
 from tests.mutants import pool, survivors, trial
 from tests.mutants.catalogue import PARTS, catalogue, mutants_of, sample
 from tests.mutants.operators import OPERATORS, apply, edits
 from tests.mutants.reach import ROOT, Door, doors
 from tests.mutants.survivors import Survivor
 
-KILLED = "dsa_verify/pipelines/padded_glue.py::Glued.route::constant.0"
-SURVIVOR = "dsa_verify/pipelines/schedule_life.py::Cached.before_replay::constant.0"
+# Each is shown to one system alone, of the fast ones.
+KILLED = "oracles/decode.py::DecodeOracle.in_graph::store.1"
+SURVIVOR = "dsa_verify/pipelines/mtp.py::Mtp.in_graph::boundary.0"
 
 # By operator: what may stand in a function, and what each mutant of that operator makes of it.
 EXAMPLES = {
@@ -144,16 +148,30 @@ def test_a_sample_is_drawn_by_name():
 
 def test_doors_are_those_that_lead_to_a_definition():
     known = doors("cpu")
-    assert known["dsa_verify.pipelines.mtp:sibling_copy"] == [
-        Door("mtp", "sibling"),
-        Door("mtp", "sibling", "tiny_pool"),
-    ]
+    assert known["dsa_verify.pipelines.mtp:sibling_copy"] == [Door("mtp", "sibling")]
     assert known["dsa_verify.pipelines.dcp_kernel:merge_kernel"] == [Door("dcp")]
-    assert {door.preset for door in known["dsa_verify.pipelines.topk_plan_kernel:topk_plan_kernel"]} == {"tiny_pool"}
+    assert set(known["dsa_verify.pipelines.topk_plan_kernel:topk_plan_kernel"]) == {
+        Door(name) for name in ("decode", "target_verify", "draft_extend")
+    }
     assert "dsa_verify.pipelines.dcp_kernel:pack_prefix_kernel" not in known  # of extend, which is no system
     assert "oracles.schedule:_indexed" not in known
-    assert known["dsa_verify.pipelines.ragged_verify_kernel:_lengths"] == [Door("ragged_verify")]  # it has no pools
-    assert all(not door.preset.startswith("tiny") for each in doors("cuda").values() for door in each)
+    assert known["dsa_verify.pipelines.ragged_verify_kernel:_lengths"] == [Door("ragged_verify")]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_door_is_refused(device: str):
+    """Every layout exists, and subjects that want an indexer have one in all configurations, others in a few."""
+    every = {door for each in doors(device).values() for door in each}
+    assert {door.system for door in every} == set(SYSTEMS)
+    for door in every:
+        system = get_system(door.system)
+        geometry, fixed = settled_geometry(system, door.subject, device, door.preset or None)
+        matrix = diagnostic_matrix(system, geometry, fixed=fixed)
+        for config in matrix:
+            assert system.layout(config.geometry, config.buckets[0]), door
+        indexed = [config.geometry.indexer for config in matrix]
+        assert all(indexed) is bool(door.preset), door
+        assert any(indexed) is (door.system in SYSTEMS_WITH_INDEXER), door
 
 
 # The table of survivors ----------------------------------------------------------------------------------------------
@@ -228,7 +246,7 @@ def _pretend(mutant: None, doors: tuple[Door, ...], device: str, quick: int | No
 def test_a_trial_that_gives_no_verdict_is_a_kill(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(trial, "run", _pretend)
     tasks = [pool.Task(mutant=None, doors=(Door(name),)) for name in ("die", "hang", "large", "fine")]
-    results = {each.task.doors[0].system: each.verdict for each in pool.run(tasks, "cpu", 2, silence_s=2.0)}
+    results = {each.task.doors[0].system: each.verdict for each in pool.run(tasks, "cpu", 2, silence_s=1.0)}
     assert results["fine"].outcome == trial.SURVIVED
     assert (results["die"].outcome, results["die"].by) == (trial.KILLED, "crash")
     assert (results["hang"].outcome, results["hang"].by) == (trial.KILLED, "hang")
