@@ -32,7 +32,7 @@ from dsa_verify.pipelines.basic import Decode, DraftExtend
 from dsa_verify.rounds import RoundTable, pages_before_writes, tabulate
 from dsa_verify.scenario import POISONS, Round, parse_case
 from dsa_verify.subject import Buffers, Inputs
-from dsa_verify.systems import SYSTEMS, System, settled_geometry
+from dsa_verify.systems import OF_OTHERS, SYSTEMS, System, settled_geometry
 from dsa_verify.topk_plan_rules import PLAN_RULES
 from dsa_verify.verify import Counts, verify_rounds
 
@@ -131,6 +131,41 @@ def test_a_field_that_was_asked_for_does_not_turn(system: System):
     assert {config.geometry.input_view for config in configs} == {"offset"}
     assert {config.geometry.warm_ups for config in configs} == {"together"}
     assert {config.geometry.index_dtype for config in configs} == set(INDEX_DTYPES)
+
+
+@pytest.mark.parametrize(
+    "name, field, values, asked",
+    [
+        ("mtp", "draft_steps", {2, 3, 4, 5}, 3),
+        ("dcp", "dcp_block", {1, 4}, 2),
+        ("padded", "low_ratios", {False, True}, True),
+    ],
+)
+def test_what_only_our_own_pipelines_are_asked_for(name: str, field: str, values: set[object], asked: object):
+    """Others have what the run says, or the default of the field."""
+    system = SYSTEMS[name]
+
+    def drawn(subject: object, **settings: object) -> set[object]:
+        geometry, fixed = settled_geometry(system, subject, "cpu", None, settings)
+        return {getattr(config.geometry, field) for config in diagnostic_matrix(system, geometry, fixed=fixed)}
+
+    assert drawn(None) == values
+    assert drawn(None, **{field: asked}) == {asked}
+    assert drawn("a:B") == {getattr(Geometry.resolve("tiny"), field)}
+    assert drawn("a:B", **{field: asked}) == {asked}
+
+
+def test_every_mode_of_padded_has_low_ratios_with_another_draft_length():
+    configs = [config.geometry for config in matrix(SYSTEMS["padded"], "tiny_v4")]
+    assert len(configs) == 16
+    low = [(each.padded_mode, each.draft_tokens) for each in configs if each.low_ratios]
+    assert {mode for mode, _ in low} == set(PADDED_MODES)
+    assert len({draft for _, draft in low}) == len(low) == 4
+    assert not any(
+        config.geometry.low_ratios for config in matrix(SYSTEMS["padded"], "tiny_v4", fixed=frozenset({OF_OTHERS}))
+    )
+    odd = Geometry.resolve("tiny_v4", {"page_size": 1, "sparse_ratio": 1, "dense_ratio": 1})
+    assert not any(config.geometry.low_ratios for config in diagnostic_matrix(SYSTEMS["padded"], odd))
 
 
 @systems
