@@ -57,6 +57,13 @@ _GAPPED: Final = _POOLED  # systems whose tables may have a gap behind each row
 _INDEXED: Final = (*_POOLED, "ragged_verify")
 # An indexer within reach of the lengths of a scaled-down geometry.
 _SCALED_DOWN: Final[dict[str, object]] = {"multiprocessors": 5, "schedule": "tiny", "plan_rules": "tiny"}
+# What a scaled-down geometry of our own may have instead: pages of which each token or two are one, a top-k that fills
+# no block of lanes, and thresholds within reach of a short context.
+_OTHER_SCALES: Final[dict[str, tuple[object, ...]]] = {
+    "page_size": (1, 2),
+    "topk": (33,),
+    "plan_rules": ("tiny_low",),
+}
 _POOL: Final = 4
 
 T = TypeVar("T")
@@ -162,6 +169,7 @@ class _Draw:
     def config(self) -> tuple[Geometry, tuple[int, ...]]:
         """(geometry, buckets)."""
         geometry = self._apply(self.base, self._context() | self._indexer())
+        geometry = self._apply(geometry, self._scale(geometry))
         geometry = self._apply(geometry, self._of_the_system(geometry) | self._schedule(geometry))
         card = deal(self._deck, self._turn, f"{self._name} {self.kind}")
         geometry = geometry.replace(draft_tokens=self._draft_length(geometry, card))
@@ -306,6 +314,28 @@ class _Draw:
         pooled = {**flat, "pool_size": _POOL} if self._name in _POOLED else flat
         kinds = [kind for kind in (flat, pooled) if self._is_legal(base, kind)]
         return self._deal("indexer", kinds if self.kind == "huge" else [{}, *kinds])
+
+    def _scale(self, geometry: Geometry) -> dict[str, object]:
+        """Other pages, top-k and thresholds of a scaled-down geometry, each where the layout has them beside the
+        others; and of a decode the narrow table alone."""
+        found: dict[str, object] = {}
+        scaled = self._ours and self.base.preset in SCALED_DOWN_PRESETS
+        for name, others in _OTHER_SCALES.items() if scaled else ():
+            value = self._deal(name, (getattr(geometry, name), *others))
+            if self._has_layout(geometry, {**found, name: value}):
+                found[name] = value
+        if self._ours and self._name == "decode":
+            value = self._deal("wide_table", (True, False))
+            if self._has_layout(geometry, {**found, "wide_table": value}):
+                found["wide_table"] = value
+        return found
+
+    def _has_layout(self, geometry: Geometry, changes: Mapping[str, object]) -> bool:
+        try:
+            self.system.layout(self._apply(geometry, changes), 1)
+        except UsageError:
+            return False
+        return True
 
     def _schedule(self, geometry: Geometry) -> dict[str, object]:
         """The architecture where fields turn at it, and a schedule variant that it has."""

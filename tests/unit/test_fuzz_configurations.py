@@ -119,6 +119,28 @@ def test_over_seeds_every_value_is_met_and_every_pair(system: str, device: str) 
     assert len(narrow) == len(tight) == 2
 
 
+SCALES = {"page_size": {1, 2, 4}, "topk": {32, 33}}
+
+
+@pytest.mark.parametrize(
+    "system, scales",
+    [
+        ("decode", SCALES | {"wide_table": {False, True}, "plan_rules": {"tiny", "tiny_low", "H200"}}),
+        ("target_verify", SCALES | {"wide_table": {True}}),
+        ("ragged_verify", SCALES),
+        ("mtp", SCALES | {"wide_table": {True}}),
+        ("dcp", SCALES | {"dcp_block": {1, 2, 4}}),
+    ],
+)
+def test_a_scaled_down_geometry_has_other_pages_and_topk_in_turn(system: str, scales: dict[str, set[Any]]) -> None:
+    """Our own: those of others keep what the run says."""
+    for subject, expected in ((None, scales), ("a:B", {"page_size": {4}, "topk": {32}, "wide_table": {True}})):
+        configs = [config for seed in range(12) for config in drawn(system, seed, subject=subject)]
+        assert {name: {getattr(config.geometry, name) for config in configs} for name in expected} == expected
+    for config in drawn(system, 1, settings=("page_size=4", "topk=16")):
+        assert (config.geometry.page_size, config.geometry.topk) == (4, 16)
+
+
 @everywhere
 def test_captured_rows_meet_every_multiple_of_32_and_its_neighbours(system: str, device: str) -> None:
     known, rows, batches = SYSTEMS[system], set[int](), set[int]()
