@@ -15,12 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from dsa_verify.indexer_turns import SYSTEMS_WITH_INDEXER
 from dsa_verify.matrix import diagnostic_matrix
 from dsa_verify.systems import SYSTEMS, get_system, settled_geometry
 from tests.mutants import pool, survivors, trial
-from tests.mutants.catalogue import PARTS, catalogue, mutants_of, sample
+from tests.mutants.__main__ import main
+from tests.mutants.catalogue import PARTS, Mutant, catalogue, mutants_of, sample
 from tests.mutants.operators import OPERATORS, apply, edits
 from tests.mutants.reach import ROOT, Door, doors
 from tests.mutants.survivors import Survivor
@@ -252,6 +254,26 @@ def test_a_trial_that_gives_no_verdict_is_a_kill(monkeypatch: pytest.MonkeyPatch
     assert (results["hang"].outcome, results["hang"].by) == (trial.KILLED, "hang")
     assert list(results)[-1] == "large", "tried again, alone"
     assert results["large"].outcome == trial.KILLED
+
+
+def _slow_survivor(mutant: Mutant, doors: tuple[Door, ...], device: str, quick: int | None, send: Connection) -> None:
+    time.sleep(1.0)
+    send.send(trial.Verdict(outcome=trial.SURVIVED))
+    os._exit(0)
+
+
+def test_a_run_that_is_cut_short_has_tried_the_first_of_the_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trial, "run", _slow_survivor)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")  # which the command sets
+    path = tmp_path / "results.json"
+    words = ["--part", "pipelines", "--from", "unknown", "--sample", "250", "--seed", "3", "--jobs", "2"]
+    ended = CliRunner().invoke(main, [*words, "--no-healthy", "--seconds", "0.5", "--json", str(path)])
+    assert "partial: 2 of 250 drawn mutants were tried" in ended.output
+    document = json.loads(path.read_text(encoding="utf-8"))
+    assert (document["drawn"], document["trials"]) == (250, 2)
+    table = survivors.read(changes())
+    unknown = [each for each in catalogue("pipelines") if "cpu" not in getattr(table.get(each.name), "on", ())]
+    assert {each["name"] for each in document["mutants"]} == {each.name for each in sample(unknown, 2, 3)}
 
 
 def run(folder: Path, *arguments: str) -> tuple[int, str, dict[str, dict[str, str]]]:
