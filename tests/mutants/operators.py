@@ -210,7 +210,8 @@ class _Finder(ast.NodeVisitor):
         if signs is not None:
             self._edit("arithmetic", node, f"({left} {signs[1]} {right})")
         if isinstance(node.op, ast.FloorDiv):
-            self._edit("floor", node, f"(-(-{left} // {right}))")
+            # Not by way of negative numbers, which Triton divides towards zero: that would change nothing there.
+            self._edit("floor", node, f"(({left} + {right} - 1) // {right})")
         if isinstance(node.op, ast.BitAnd):
             self._edit("mask", node, left)
             self._edit("mask", node, right)

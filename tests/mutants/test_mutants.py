@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -41,7 +43,7 @@ EXAMPLES = {
         "x = lengths.remainder(size)": ["lengths.floor_divide"],
     },
     "floor": {
-        "x = a // b": ["(-(-a // b))"],
+        "x = a // b": ["((a + b - 1) // b)"],
         "x = -(-a // b)": ["(a // b)"],
         "x = tl.cdiv(a, b)": ["(a // b)"],
     },
@@ -90,6 +92,30 @@ def test_what_an_operator_makes(operator: str):
         assert sorted(edit.change.split(" -> ")[1] for edit in found) == sorted(made), body
         for edit in found:
             ast.parse(apply(function(body), edit))
+
+
+class Truncated(int):
+    """As Triton divides integers: towards zero."""
+
+    def __floordiv__(self, other: int) -> Truncated:
+        return Truncated(math.trunc(int(self) / other))
+
+    def __add__(self, other: int) -> Truncated:
+        return Truncated(int(self) + other)
+
+    def __sub__(self, other: int) -> Truncated:
+        return Truncated(int(self) - other)
+
+    def __neg__(self) -> Truncated:
+        return Truncated(-int(self))
+
+
+def test_a_floor_division_is_rounded_up_in_kernels_too():
+    source = "def share(task, shares):\n    return task // shares\n"
+    (edit,) = [edit for edit in edits(source) if edit.operator == "floor"]
+    space: dict[str, Callable[..., int]] = {}
+    exec(apply(source, edit), space)
+    assert [space["share"](number(5), number(4)) for number in (int, Truncated)] == [2, 2]
 
 
 def test_what_is_left_alone():
