@@ -72,6 +72,16 @@ def test_default_configurations_that_have_the_indexer_or_cross_a_block(system: s
             expect_clean(verify_rounds(job, config.chunks(), counts, folder=None), counts, config.rounds)
 
 
+@pytest.mark.parametrize("system, field", [("mtp", "draft_steps"), ("dcp", "dcp_block"), ("padded", "low_ratios")])
+def test_default_configurations_of_what_only_our_own_are_asked_for(system: str, field: str):
+    """One for each value."""
+    geometry, fixed = settled_geometry(SYSTEMS[system], None, "cuda")
+    configs = diagnostic_matrix(SYSTEMS[system], geometry, fixed=fixed)
+    for config in {getattr(config.geometry, field): config for config in configs}.values():
+        counts, job = Counts(), job_of(system, config.geometry, config.buckets)
+        expect_clean(verify_rounds(job, config.chunks(), counts, folder=None), counts, config.rounds)
+
+
 @pytest.mark.parametrize("system", OTHERS)
 def test_a_reduced_matrix_of_the_other_systems(system: str):
     run_matrix(system, SYSTEMS[system].preset("cuda"), rounds=17, batches=[5, 16], drafts=[2, 6])

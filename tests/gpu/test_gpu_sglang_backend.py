@@ -15,7 +15,7 @@ from dsa_verify.graphs import open_backend
 from dsa_verify.job import Job
 from dsa_verify.matrix import diagnostic_matrix
 from dsa_verify.subject import load_attribute
-from dsa_verify.systems import OF_THE_SUBJECT, OWN_TABLES, SYSTEMS
+from dsa_verify.systems import OF_OTHERS, OF_THE_SUBJECT, OWN_TABLES, SYSTEMS
 from dsa_verify.verify import Counts, verify_rounds
 
 PACKAGE = "dsa_verify.adapters.sglang"
@@ -52,7 +52,7 @@ def found_by_matrix(
     geometry = Geometry.resolve(preset, overrides)
     device = open_backend(torch.device("cuda", torch.cuda.current_device()), "cuda")
     findings = []
-    fixed = fixed | OF_THE_SUBJECT | {OWN_TABLES}
+    fixed = fixed | OF_THE_SUBJECT | {OWN_TABLES, OF_OTHERS}
     for config in diagnostic_matrix(
         SYSTEMS[system], geometry, batches=batches, drafts=drafts, rounds=rounds, fixed=fixed
     ):

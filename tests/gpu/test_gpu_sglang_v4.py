@@ -14,7 +14,7 @@ from dsa_verify.graphs import open_backend
 from dsa_verify.job import Job
 from dsa_verify.matrix import diagnostic_matrix
 from dsa_verify.scenario import Round
-from dsa_verify.systems import SYSTEMS, settled_geometry
+from dsa_verify.systems import OF_OTHERS, SYSTEMS, settled_geometry
 from dsa_verify.verify import Counts, verify_rounds
 
 needed = ("sglang", "msgspec", "tvm_ffi")
@@ -81,7 +81,7 @@ def test_every_raw_batch_of_dsv4() -> None:
     device = open_backend(torch.device("cuda", torch.cuda.current_device()), "cuda")
     for mode in ("decode", "verify", "draft_block"):
         geometry, _ = settled_geometry(system, "sglang:padded", "cuda", settings={"padded_mode": mode})
-        for config in diagnostic_matrix(system, geometry, drafts=[6], fixed=frozenset({"padded_mode"})):
+        for config in diagnostic_matrix(system, geometry, drafts=[6], fixed=frozenset({"padded_mode", OF_OTHERS})):
             job, counts = Job.make(system, config.geometry, config.buckets, 0, "sglang:padded", None, device), Counts()
             assert sentences(verify_rounds(job, config.chunks(), counts, folder=None)) == []
             assert counts.rounds_checked == config.rounds > 60

@@ -24,7 +24,7 @@ from dsa_verify.job import Job
 from dsa_verify.laws import ScheduleLaw
 from dsa_verify.matrix import diagnostic_matrix
 from dsa_verify.schedules import ScheduleVariant
-from dsa_verify.systems import OF_THE_SUBJECT, OWN_TABLES, SYSTEMS, settled_geometry
+from dsa_verify.systems import OF_OTHERS, OF_THE_SUBJECT, OWN_TABLES, SYSTEMS, settled_geometry
 from dsa_verify.verify import Counts, verify_rounds
 from oracles.schedule import schedule
 
@@ -48,7 +48,7 @@ def run(name: str, *, batches: list[int], drafts: list[int], fault: str | None =
     system, backend = SYSTEMS[SUBJECTS[name].system], open_backend(device(), "cuda")
     geometry = Geometry.resolve("deepseek_v32", changes)
     found = []
-    fixed = OF_THE_SUBJECT | {OWN_TABLES}
+    fixed = OF_THE_SUBJECT | {OWN_TABLES, OF_OTHERS}
     for config in diagnostic_matrix(
         system, geometry, batches=batches, drafts=drafts if system.drafts else None, fixed=fixed
     ):

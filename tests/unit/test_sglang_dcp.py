@@ -25,7 +25,7 @@ from dsa_verify.matrix import diagnostic_matrix
 from dsa_verify.runs import Run, Runner, open_run
 from dsa_verify.scenario import Round
 from dsa_verify.subject import load_attribute
-from dsa_verify.systems import OF_THE_SUBJECT, OWN_TABLES, SYSTEMS, settled_geometry
+from dsa_verify.systems import OF_OTHERS, OF_THE_SUBJECT, OWN_TABLES, SYSTEMS, settled_geometry
 from dsa_verify.verify import Counts, verify_rounds
 from fuzz.shrink import shrink
 from fuzz.trials import Signature
@@ -81,7 +81,7 @@ def test_subjects_ask_for_the_geometry_that_shows_their_limits(device_type: str)
     ]
     geometry, fixed = settled_geometry(SYSTEM, "sglang:dcp_npu", device_type, settings={"first_page": 3, "topk": 9})
     assert (geometry.first_page, geometry.dcp_size, geometry.topk) == (3, 2, 9)
-    assert fixed == {"first_page", "dcp_size", "topk", OWN_TABLES, *OF_THE_SUBJECT}
+    assert fixed == {"first_page", "dcp_size", "topk", OWN_TABLES, OF_OTHERS, *OF_THE_SUBJECT}
     assert settled_geometry(SYSTEM, None, device_type)[1] == frozenset()
 
 

@@ -20,7 +20,7 @@ from dsa_verify.matrix import diagnostic_matrix
 from dsa_verify.pipelines.schedule import build_schedule
 from dsa_verify.pipelines.topk_plan import TopkPlanBuilder
 from dsa_verify.runs import Run, Runner, open_run
-from dsa_verify.systems import OWN_TABLES, SYSTEMS
+from dsa_verify.systems import OF_OTHERS, OWN_TABLES, SYSTEMS
 from dsa_verify.topk_plan_rules import PLAN_RULES
 
 NAMES = ("decode", "target_verify", "draft_extend")
@@ -49,7 +49,7 @@ def replay(name: str, preset: str, *, rounds: int | None = None, batches: Any = 
         rounds=rounds,
         batches=batches,
         drafts=[3] if system.drafts and batches else None,
-        fixed=frozenset({*settings, OWN_TABLES}),
+        fixed=frozenset({*settings, OWN_TABLES, OF_OTHERS}),
     )
     run = open_run(system.name, f"sglang:{name}", backend())
     Runner(backend=backend(), folder=None, keep_going=True).matrix(configs, f"sglang:{name}", run)

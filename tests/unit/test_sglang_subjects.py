@@ -25,6 +25,7 @@ from dsa_verify.runs import Run, Runner, open_run
 from dsa_verify.scenario import Scenario
 from dsa_verify.subject import load_attribute
 from dsa_verify.systems import (
+    OF_OTHERS,
     OF_THE_SUBJECT,
     OWN_TABLES,
     SYSTEMS,
@@ -308,7 +309,12 @@ def replay(name: str, preset: str, rounds: int, **settings: Any) -> Run:
     geometry = Geometry.resolve(preset, settings)
     drafts = [3] if system.drafts else None
     configs = diagnostic_matrix(
-        system, geometry, rounds=rounds, batches=[4], drafts=drafts, fixed=frozenset(settings) | {"input_view"}
+        system,
+        geometry,
+        rounds=rounds,
+        batches=[4],
+        drafts=drafts,
+        fixed=frozenset(settings) | {"input_view", OF_OTHERS},
     )
     run = open_run(system.name, f"sglang:{name}", backend())
     Runner(backend=backend(), folder=None).matrix(configs, f"sglang:{name}", run)
