@@ -65,6 +65,7 @@ _OTHER_SCALES: Final[dict[str, tuple[object, ...]]] = {
     "plan_rules": ("tiny_low",),
 }
 _POOL: Final = 4
+_PADDED_TOPK: Final = 129  # rounded up to the alignment of a table, it fills no block of lanes on any device
 
 T = TypeVar("T")
 
@@ -372,6 +373,8 @@ class _Draw:
             modes = [mode for mode in PADDED_MODES if mode != "draft_block" or max(self._drafts) > 1]
             found = {"padded_mode": self._deal("padded_mode", modes)}
             if not self._engine:
+                if self._ours:
+                    found["topk"] = self._deal("topk", (geometry.topk, _PADDED_TOPK))
                 ratios = geometry.page_size % max(LOW_RATIOS) == 0
                 found["low_ratios"] = ratios and self._deal("low_ratios", (False, True))
                 floors = (0, 1, geometry.page_size - 1, geometry.context // 2)

@@ -141,6 +141,15 @@ def test_a_scaled_down_geometry_has_other_pages_and_topk_in_turn(system: str, sc
         assert (config.geometry.page_size, config.geometry.topk) == (4, 16)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_tables_of_padded_fill_no_block_of_lanes_in_turn(device: str) -> None:
+    for subject, count in ((None, 2), ("a:B", 1)):
+        configs = [config for seed in range(4) for config in drawn("padded", seed, device, subject=subject)]
+        assert len({config.geometry.topk for config in configs}) == count
+        widths = {config.system.layout(config.geometry, 1)["c4_sparse_indices"].columns for config in configs}
+        assert any(width & (width - 1) for width in widths) is (subject is None)
+
+
 @everywhere
 def test_captured_rows_meet_every_multiple_of_32_and_its_neighbours(system: str, device: str) -> None:
     known, rows, batches = SYSTEMS[system], set[int](), set[int]()

@@ -18,7 +18,7 @@ from dsa_verify.geometry import PADDED_MODES, Geometry
 from dsa_verify.job import Job
 from dsa_verify.scenario import Round
 from dsa_verify.subject import load_attribute
-from dsa_verify.systems import OF_THE_SUBJECT, OWN_TABLES, SYSTEMS, settled_geometry
+from dsa_verify.systems import OF_OTHERS, OF_THE_SUBJECT, OWN_TABLES, SYSTEMS, settled_geometry
 from dsa_verify.verify import Counts, verify_rounds
 
 SYSTEM = SYSTEMS["padded"]
@@ -68,7 +68,7 @@ def test_the_presets_are_those_that_the_kernels_take() -> None:
             assert geometry.preset == preset
             assert geometry.page_size == 256
             own = {"low_ratios"} if name == "padded_low_ratios" else set()
-            assert fixed == {OWN_TABLES, *OF_THE_SUBJECT, "request_floors"} | own
+            assert fixed == {OWN_TABLES, OF_OTHERS, *OF_THE_SUBJECT, "request_floors"} | own
     assert settled_geometry(SYSTEM, "sglang:padded", "cpu", "tiny_v4")[0].preset == "tiny_v4"
 
 

@@ -67,7 +67,7 @@ def test_every_subject_is_found_without_sglang(absent: None, name: str) -> None:
     label, factory = subject_factory(get_system(subject.system), subject.name)
     assert (label, factory) == (subject.name, load_attribute(subject.reference))
     geometry, fixed = settled_geometry(get_system(subject.system), subject.name, "cuda")
-    assert fixed == {*subject.settings, OWN_TABLES, *OF_THE_SUBJECT}
+    assert fixed == {*subject.settings, OWN_TABLES, *OF_THE_SUBJECT, OF_OTHERS}
     assert all(getattr(geometry, key) == value for key, value in subject.settings.items())
 
 
