@@ -182,12 +182,13 @@ def settled_geometry(
         preset = of_device(presets, device_type)
     if engine is not None:
         fixed.add(OWN_TABLES)
-    if not _is_ours(system, subject):
+    if not is_ours(system, subject):
         fixed |= OF_THE_SUBJECT | {OF_OTHERS}
     return Geometry.resolve(preset, wanted), frozenset(fixed)
 
 
-def _is_ours(system: System, subject: object) -> bool:
+def is_ours(system: System, subject: object) -> bool:
+    """Whether `subject` (a reference, a factory or None) is a pipeline of this project."""
     name = DEFAULT_SUBJECT if subject is None else subject
     return isinstance(name, str) and system.subjects.get(name, "").startswith(OWN_PIPELINES)
 

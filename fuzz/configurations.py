@@ -34,7 +34,7 @@ from dsa_verify.kpool_rules import SCALED_DOWN_PRESETS
 from dsa_verify.matrix import DCP_SIZES, Config, companion
 from dsa_verify.padded_rules import LOW_RATIOS
 from dsa_verify.schedules import VARIANTS, Indices
-from dsa_verify.systems import DEFAULT_SUBJECT, OWN_TABLES, System
+from dsa_verify.systems import OWN_TABLES, System, is_ours
 from fuzz.expansion import Lane, word
 
 SMALL: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24)
@@ -51,7 +51,6 @@ SMALL_CONFIGS: Final = 3  # of a run: capturing costs as much as a thousand roun
 # So that tables of many rows take neither the memory nor the time of the others.
 _CONTEXTS: Final = {"wide": 8192, "huge": 4096}
 HUGE_SHARE: Final = 50  # an ordinary configuration has so many times the rounds of a huge one
-OWN_PIPELINES: Final = "dsa_verify.pipelines."
 _POOLED: Final = ("decode", "target_verify", "draft_extend", "mtp")
 _GAPPED: Final = _POOLED  # systems whose tables may have a gap behind each row
 _INDEXED: Final = (*_POOLED, "ragged_verify")
@@ -192,7 +191,7 @@ class _Draw:
     @property
     def _ours(self) -> bool:
         """Whether the subject is a pipeline of this project."""
-        return self.system.subjects.get(self.subject or DEFAULT_SUBJECT, "").startswith(OWN_PIPELINES)
+        return is_ours(self.system, self.subject)
 
     @property
     def _position(self) -> int:
