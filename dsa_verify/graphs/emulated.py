@@ -30,6 +30,7 @@ from dsa_verify.graphs.forbidden import (
     has_boolean_index,
     why_synchronising,
 )
+from dsa_verify.graphs.interpreter import prepare_interpreter
 from dsa_verify.graphs.memory import Pool, TensorTable
 
 aten = torch.ops.aten
@@ -108,6 +109,8 @@ class EmulatedBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        if device.type == "cpu":
+            prepare_interpreter()
 
     def new_pool(self) -> Pool:
         return Pool(self.device)

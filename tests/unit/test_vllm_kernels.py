@@ -13,9 +13,9 @@ import pytest
 import torch
 from support import DEVICE
 
-from dsa_verify.adapters.interpreted import leave_out_unread_checks, mend_scalar_masks
 from dsa_verify.adapters.vllm import runner, wheel
 from dsa_verify.adapters.vllm.selection import CONVERTER
+from dsa_verify.graphs.interpreter import prepare_interpreter
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="needs vllm, installed or laid out (docs/engines-vllm.md)"
@@ -28,8 +28,8 @@ Array = npt.NDArray[Any]
 
 @pytest.fixture(autouse=True)
 def interpretable() -> None:
-    mend_scalar_masks(DEVICE)
-    leave_out_unread_checks(DEVICE)
+    if DEVICE.type == "cpu":
+        prepare_interpreter()
 
 
 def int32(values: object) -> torch.Tensor:

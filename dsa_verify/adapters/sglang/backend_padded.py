@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import torch
 
-from dsa_verify.adapters.interpreted import mend_scalar_masks
 from dsa_verify.adapters.sglang import wheel
 from dsa_verify.adapters.sglang.backend import FORWARD, BackendSubject
 from dsa_verify.adapters.sglang.backend_engine import Engine, StaticInput
@@ -96,7 +95,6 @@ class PaddedBackend(BackendSubject):
         assert inputs.out_cache_loc is not None, "padded has write locations (contract 7.1)"
         self._geometry = geometry
         self._locations = StaticInput(inputs.out_cache_loc)
-        mend_scalar_masks(inputs.seq_lens.device)
         missing = self.not_covered(buffers.layout, inputs.seq_lens.device)
         covered = buffers.layout.without(missing)
         mode, names = geometry.padded_mode, [field.name for field in covered]

@@ -18,7 +18,6 @@ from unittest import mock
 import torch
 import triton
 
-from dsa_verify.adapters.interpreted import mend_scalar_masks
 from dsa_verify.adapters.sglang import wheel
 from dsa_verify.contract import Layout
 from dsa_verify.errors import UsageError
@@ -75,7 +74,6 @@ class _OneFunction:
         self._geometry, self._inputs, self._buffers = geometry, inputs, buffers
         self._ranks = range(geometry.dcp_size)
         self._device = inputs.seq_lens.device
-        mend_scalar_masks(self._device)
         self._bind()
 
     def _bind(self) -> None:

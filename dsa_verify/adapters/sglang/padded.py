@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from dsa_verify.adapters.interpreted import mend_scalar_masks
 from dsa_verify.adapters.sglang import wheel
 from dsa_verify.contract import Layout
 from dsa_verify.errors import UsageError
@@ -75,7 +74,6 @@ class Padded:
         assert inputs.full_to_swa is not None
         self._geometry, self._inputs, self._buffers = geometry, inputs, buffers
         self._full_to_swa, self._device = inputs.full_to_swa, inputs.seq_lens.device
-        mend_scalar_masks(self._device)
         self._batch, self._rows = buffers.layout.bucket, rows_per_request("padded", geometry)
         # Of its raw inputs a captured record has the locations alone in a buffer of its own (contract 7.3).
         dtype = torch.int32 if geometry.padded_mode == "verify" else torch.int64

@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import torch
 
-from dsa_verify.adapters.interpreted import mend_scalar_masks
 from dsa_verify.adapters.sglang import wheel
 from dsa_verify.adapters.sglang.padded import CORE
 from dsa_verify.contract import Layout
@@ -57,7 +56,6 @@ class RaggedVerify:
         assert inputs.verify_lens is not None
         self._geometry, self._inputs, self._buffers = geometry, inputs, buffers
         self._verify_lens = inputs.verify_lens
-        mend_scalar_masks(inputs.seq_lens.device)
         self._pad = wheel.attribute(KERNELS, "PaddedToBucket")
         self._sums = wheel.attribute(KERNELS, "BuildQoIndptr")
         self._build_geometry = wheel.attribute(LAYOUT, "build_ragged_target_verify_geometry")

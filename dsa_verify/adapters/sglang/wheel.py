@@ -21,7 +21,6 @@ from typing import Any, Final
 
 import torch
 
-from dsa_verify.adapters.interpreted import mend_scalar_masks
 from dsa_verify.adapters.traced import digest, toolchain
 from dsa_verify.device import package_version
 from dsa_verify.errors import NothingVerified, UsageError
@@ -105,7 +104,6 @@ def on_device(module: str, device: torch.device) -> ModuleType:
     The copy is the same file with those `assert` statements left out that ask whether a tensor `is_cuda`: they are all
     that keeps its Triton kernels out of the interpreter.
     """
-    mend_scalar_masks(device)
     return require(module) if device.type == "cuda" else _without_cuda_assertions(module)
 
 

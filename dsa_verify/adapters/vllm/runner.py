@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dsa_verify.adapters.interpreted import leave_out_unread_checks, mend_scalar_masks
 from dsa_verify.adapters.vllm import wheel
 from dsa_verify.geometry import Geometry
 
@@ -70,8 +69,6 @@ class Runner:
         adaptive: bool = False,
         schedules: bool = False,
     ):
-        mend_scalar_masks(device)
-        leave_out_unread_checks(device)
         self.device, self._query, self._adaptive, self._schedules = device, query, adaptive, schedules
         self.page = geometry.page_size
         # A request may grow past the context by the tokens of its draft, which the contract's lengths do not count.
