@@ -2,7 +2,7 @@
 
 # ruff: noqa: E402 (the order is the point)
 
-from dsa_verify.pinning import pin_gpu
+from dsa_verify.base.gpu_pinning import pin_gpu
 
 pin_gpu()  # before the next import: once CUDA is initialised, a worker can no longer be given a GPU of its own
 

@@ -44,19 +44,19 @@ class Line:
 
 def measure(system_name: str, fault: str, seeds: int, device_name: str) -> Line:
     """One line of the table."""
-    from dsa_verify.device import settle_device
+    from dsa_verify.base.device import settle_device
 
     device = settle_device(device_name)
-    from dsa_verify.faults.conduct import WrongOnce
-    from dsa_verify.geometry import Geometry
+    from dsa_verify.contract.geometry import Geometry
+    from dsa_verify.contract.round import read_case
     from dsa_verify.graphs import open_backend
-    from dsa_verify.job import Job
-    from dsa_verify.matrix import diagnostic_matrix
-    from dsa_verify.scenario import read_case
-    from dsa_verify.systems import SYSTEMS
+    from dsa_verify.replay.setup import Job
+    from dsa_verify.rounds.matrix import diagnostic_matrix
+    from dsa_verify.subjects.faults.conduct import WrongOnce
+    from dsa_verify.systems.catalogue import SYSTEMS
     from fuzz.fuzzer import fuzz
-    from fuzz.shrink import shrink
-    from fuzz.trials import Signature
+    from fuzz.reduce.shrink import shrink
+    from fuzz.reduce.trials import Signature
 
     WrongOnce.struck = False
     system, needed = SYSTEMS[system_name], dict(NEEDS.get(fault, {}))
@@ -88,8 +88,8 @@ def measure(system_name: str, fault: str, seeds: int, device_name: str) -> Line:
 @click.option("--device", default="auto", show_default=True)
 @click.option("--jobs", default=2, show_default=True)
 def main(seeds: int, systems: tuple[str, ...], device: str, jobs: int) -> None:
-    from dsa_verify import faults
-    from dsa_verify.systems import SYSTEMS
+    from dsa_verify.subjects import faults
+    from dsa_verify.systems.catalogue import SYSTEMS
 
     work = [(name, fault) for name in systems or SYSTEMS for fault in faults.names(name) if fault not in LEFT_OUT]
     print("| System | Fault | Rounds, median (most) | Case | Shrunk in |\n|---|---|---|---|---|", flush=True)

@@ -22,7 +22,7 @@ from typing import Any, Final
 import click
 import torch
 
-from dsa_verify.device import settle_device
+from dsa_verify.base.device import settle_device
 
 ROUNDS: Final = 64  # that are prepared before anything is timed
 WARM_STEPS: Final = 30
@@ -36,9 +36,9 @@ class Loop:
         sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
         from serving_loop import ServingLoop
 
-        from dsa_verify.geometry import Geometry
+        from dsa_verify.contract.geometry import Geometry
         from dsa_verify.graphs import open_backend
-        from dsa_verify.pipelines.padded import Padded
+        from dsa_verify.subjects.pipelines.padded import Padded
 
         mode = {"padded_mode": "verify", "draft_tokens": draft_tokens} if draft_tokens > 1 else {}
         self.geometry = Geometry.resolve("deepseek_v4", mode)

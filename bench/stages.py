@@ -10,17 +10,17 @@ import time
 
 import torch
 
-from dsa_verify.device import settle_device
+from dsa_verify.base.device import settle_device
 
 
 def main() -> None:
     device = settle_device("cuda")
-    from dsa_verify.geometry import Geometry
+    from dsa_verify.contract.geometry import Geometry
     from dsa_verify.graphs import open_backend
-    from dsa_verify.job import Job
-    from dsa_verify.judge import Phase
-    from dsa_verify.matrix import diagnostic_matrix
-    from dsa_verify.systems import get_system
+    from dsa_verify.judge.judge import Phase
+    from dsa_verify.replay.setup import Job
+    from dsa_verify.rounds.matrix import diagnostic_matrix
+    from dsa_verify.systems.catalogue import get_system
 
     system = sys.argv[1] if len(sys.argv) > 1 else "target_verify"
     batch, drafts, context = (int(text) for text in (sys.argv[2:] or ["4", "6", "4096"]))

@@ -9,15 +9,15 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from dsa_verify.arena import Arena
-from dsa_verify.geometry import Geometry
+from dsa_verify.buffers.arena import Arena
+from dsa_verify.buffers.region import LOUD_WORD
+from dsa_verify.buffers.tail_reset import BufferRegistry
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round_table import rows_per_request
+from dsa_verify.contract.static_inputs import static_inputs
+from dsa_verify.contract.subject import Buffers, Inputs, Subject, current_outputs
 from dsa_verify.graphs import Backend
-from dsa_verify.regions import LOUD_WORD
-from dsa_verify.registry import BufferRegistry
-from dsa_verify.rounds import rows_per_request
-from dsa_verify.static_inputs import static_inputs
-from dsa_verify.subject import Buffers, Inputs, Subject, current_outputs
-from dsa_verify.systems import get_system
+from dsa_verify.systems.catalogue import get_system
 
 FIELDS = ("page_table", "raw_out_loc", "seq_lens_casual", "positions_casual", "swa_page_indices", "swa_topk_lengths")
 MOST_PAGES = 4096  # of the pool

@@ -17,25 +17,26 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from dsa_verify.engines import engine_subject
-from dsa_verify.errors import UsageError
-from dsa_verify.geometry import (
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.geometry import (
     DISJOINT_GENERATIONS,
     INDEX_DTYPES,
     INPUT_VIEWS,
     LOG_BASES,
     MAX_SLOTS,
     PADDED_MODES,
+    SCALED_DOWN_PRESETS,
     TABLE_VIEWS,
     WARM_UPS,
     Geometry,
 )
-from dsa_verify.kpool_rules import SCALED_DOWN_PRESETS
-from dsa_verify.matrix import DCP_SIZES, Config, companion
-from dsa_verify.padded_rules import LOW_RATIOS
-from dsa_verify.schedules import VARIANTS, Indices
-from dsa_verify.systems import OWN_TABLES, System, is_ours
-from fuzz.expansion import Lane, word
+from dsa_verify.contract.padded import LOW_RATIOS
+from dsa_verify.contract.schedule_variants import VARIANTS, Indices
+from dsa_verify.rounds.matrix import DCP_SIZES, Config, companion
+from dsa_verify.systems.catalogue import OWN_TABLES, is_ours
+from dsa_verify.systems.engines import engine_subject
+from dsa_verify.systems.system import System
+from fuzz.engine.expansion import Lane, word
 
 SMALL: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 WIDE: Final = {

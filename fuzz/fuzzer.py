@@ -14,15 +14,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from dsa_verify.errors import UsageError
-from dsa_verify.findings import Finding
-from dsa_verify.job import Job
-from dsa_verify.matrix import CHUNK_ROUNDS, REMAPS_PER_ROUND
-from dsa_verify.rounds import RoundTable, tabulate
-from dsa_verify.verify import FINDINGS_FOLDER, Counts, verify_rounds
-from fuzz.coverage import Coverage
-from fuzz.resident import resident_chunks
-from fuzz.world import World
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.finding import Finding
+from dsa_verify.contract.round_table import RoundTable, tabulate
+from dsa_verify.replay.setup import Job
+from dsa_verify.rounds.matrix import CHUNK_ROUNDS, REMAPS_PER_ROUND
+from dsa_verify.run.verify import FINDINGS_FOLDER, Counts, verify_rounds
+from fuzz.engine.bulk_rounds import resident_chunks
+from fuzz.engine.coverage import Coverage
+from fuzz.engine.world import World
 
 ROUNDS_PER_CAPTURE: Final = 8 * CHUNK_ROUNDS
 SLOW_CHUNK_ROUNDS: Final = 64  # on a CPU, where a round costs more than a poll

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from dsa_verify.geometry import Geometry
-from dsa_verify.subject import Buffers, Inputs
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.subject import Buffers, Inputs
 
 NONE = -1
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dsa_verify.geometry import Geometry
-from dsa_verify.subject import Buffers, Inputs
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.subject import Buffers, Inputs
 from oracles.common import row_owners, write_constants, write_dsa_lengths, write_prefix_sum, write_tables
 from oracles.indexer import IndexerOracle
 

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dsa_verify.errors import UsageError
-from dsa_verify.geometry import Geometry
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.geometry import Geometry
 
 HostPlan = dict[str, npt.NDArray[np.integer]]
 DevicePlan = dict[str, torch.Tensor]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from dsa_verify.geometry import Geometry
-from dsa_verify.layouts.indexer import PLANNED_LENGTHS, SCHEDULED_LENGTHS, WRITE_PLAN
-from dsa_verify.schedules import VARIANTS
-from dsa_verify.subject import Buffers, Inputs
-from dsa_verify.topk_plan_rules import PLAN_RULES
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.schedule_variants import VARIANTS
+from dsa_verify.contract.subject import Buffers, Inputs
+from dsa_verify.contract.topk_plan import PLAN_RULES
+from dsa_verify.systems.indexer import PLANNED_LENGTHS, SCHEDULED_LENGTHS, WRITE_PLAN
 from oracles.kpool import WritePlan, write_pooled_lengths, write_pooled_table
 from oracles.schedule import schedule
 from oracles.topk_plan import PlanTable, plan

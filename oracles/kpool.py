@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 import torch
 
-from dsa_verify.geometry import Geometry
-from dsa_verify.kpool_rules import Mode, candidates, rows_per_request
-from dsa_verify.subject import Inputs
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.kpool import Mode, candidates, rows_per_request
+from dsa_verify.contract.subject import Inputs
 
 
 def write_pooled_lengths(geometry: Geometry, inputs: Inputs, out: torch.Tensor) -> None:

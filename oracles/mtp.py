@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dsa_verify.geometry import Geometry
-from dsa_verify.layouts.mtp import destination_buffers, destinations
-from dsa_verify.subject import Buffers, Inputs
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.subject import Buffers, Inputs
+from dsa_verify.systems.mtp import destination_buffers, destinations
 from oracles.decode import DecodeOracle
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import torch
 
-from dsa_verify.geometry import Geometry
-from dsa_verify.padded_rules import LOW_RATIOS
-from dsa_verify.rounds import rows_per_request
-from dsa_verify.subject import Buffers, Inputs
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.padded import LOW_RATIOS
+from dsa_verify.contract.round_table import rows_per_request
+from dsa_verify.contract.subject import Buffers, Inputs
 
 
 class PaddedOracle:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from dsa_verify.geometry import Geometry
+from dsa_verify.contract.geometry import Geometry
 
 Table = npt.NDArray[np.integer]
 

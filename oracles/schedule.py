@@ -10,8 +10,15 @@ import dataclasses
 
 import torch
 
-from dsa_verify.errors import UsageError
-from dsa_verify.schedules import Placement, ScheduleVariant, Unit, shape, sms_per_slot, units_per_request
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.schedule_variants import (
+    Placement,
+    ScheduleVariant,
+    Unit,
+    shape,
+    sms_per_slot,
+    units_per_request,
+)
 
 UINT32_MAX = (1 << 32) - 1
 

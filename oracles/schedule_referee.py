@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from dsa_verify.schedules import Placement, ScheduleVariant, Unit
+from dsa_verify.contract.schedule_variants import Placement, ScheduleVariant, Unit
 
 Tile = tuple[int, int]
 

@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from dsa_verify.topk_plan_rules import PlanRules, is_written
+from dsa_verify.contract.topk_plan import PlanRules, is_written
 
 __all__ = ["UNUSED", "PlanTable", "is_written", "plan"]
 

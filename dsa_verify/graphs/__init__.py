@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from dsa_verify.errors import UsageError
+from dsa_verify.base.errors import UsageError
 
 
 class Graph(Protocol):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from dsa_verify.errors import CaptureError, DeviceLost, ReplayError, UsageError
+from dsa_verify.base.errors import CaptureError, DeviceLost, ReplayError, UsageError
 from dsa_verify.graphs.capturing import CAPTURE_ERROR_MODE, no_collection
 from dsa_verify.graphs.forbidden import AtenWatch, Watch, failing_as_capture_error, forbidding
 

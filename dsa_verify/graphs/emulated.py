@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsa_verify.errors import CaptureError, ReplayError, UsageError
+from dsa_verify.base.errors import CaptureError, ReplayError, UsageError
 from dsa_verify.graphs.forbidden import (
     COPIES_HOST_DATA,
     READS_ON_THE_HOST,

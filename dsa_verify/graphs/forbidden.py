@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsa_verify.errors import CaptureError, DeviceLost
+from dsa_verify.base.errors import CaptureError, DeviceLost
 
 READS_ON_THE_HOST = "it reads device memory on the host, which waits for the device"
 COPIES_HOST_DATA = "it copies host data to the device, which waits for the device"

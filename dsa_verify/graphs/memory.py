@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import dlpack
 
-from dsa_verify.errors import ReplayError
+from dsa_verify.base.errors import ReplayError
 
 POISON_BYTE = 0xA5  # what a temporary reads as until the first replay writes it
 

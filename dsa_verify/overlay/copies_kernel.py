@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsa_verify.overlay.copies import Piece
+from dsa_verify.overlay.piece import Piece
 
 TILE_WORDS: Final = 2048
 _COLUMNS: Final = 10

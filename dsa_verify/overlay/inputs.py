@@ -14,17 +14,17 @@ from typing import Final
 
 import torch
 
-from dsa_verify.arena import TORCH_DTYPES
-from dsa_verify.contract import Layout
-from dsa_verify.errors import UsageError
-from dsa_verify.geometry import Geometry
-from dsa_verify.kpool_rules import shortest_length
-from dsa_verify.ragged_rules import graph_tokens
-from dsa_verify.regions import Control, Kind, Region, as_words
-from dsa_verify.rounds import rows_per_request
-from dsa_verify.scenario import pooled_indexer
-from dsa_verify.static_inputs import StaticInput, static_inputs
-from dsa_verify.subject import Inputs
+from dsa_verify.base.errors import UsageError
+from dsa_verify.buffers.arena import TORCH_DTYPES
+from dsa_verify.buffers.region import Control, Kind, Region, as_words
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.kpool import shortest_length
+from dsa_verify.contract.layout import Layout
+from dsa_verify.contract.ragged import graph_tokens
+from dsa_verify.contract.round import pooled_indexer
+from dsa_verify.contract.round_table import rows_per_request
+from dsa_verify.contract.static_inputs import StaticInput, static_inputs
+from dsa_verify.contract.subject import Inputs
 
 SLOTS_REGION: Final = "req_to_token"
 # Their lengths are those before the draft, so that N more tokens are live (contract 1.2, 9).

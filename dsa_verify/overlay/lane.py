@@ -15,23 +15,23 @@ from typing import Any, Final
 
 import torch
 
-from dsa_verify.arena import Arena
-from dsa_verify.canonical import CanonicalItems
-from dsa_verify.contract import DTYPE_BYTES, Compare, Layout
-from dsa_verify.errors import UsageError
-from dsa_verify.geometry import Geometry
-from dsa_verify.judge import Judge, Phase, Tally
-from dsa_verify.layouts.indexer import WRITE_PLAN
-from dsa_verify.outputs import no_view
+from dsa_verify.base.errors import UsageError
+from dsa_verify.buffers.arena import Arena
+from dsa_verify.buffers.region import Control, Region, field_regions
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.layout import DTYPE_BYTES, Compare, Layout
+from dsa_verify.contract.subject import Subject
+from dsa_verify.judge.judge import Judge, Phase, Tally
+from dsa_verify.judge.normalise import CanonicalItems
+from dsa_verify.judge.output_check import no_view
 from dsa_verify.overlay.copies import GroupedCopy, Piece, copy_plainly
 from dsa_verify.overlay.inputs import LegalInputs, Taken, token_columns
 from dsa_verify.overlay.launch import Facts, OwnStream
 from dsa_verify.overlay.ring import CaptureRing, live_draft_tokens
 from dsa_verify.overlay.sources import Sources
-from dsa_verify.regions import Control, Region, field_regions
-from dsa_verify.replayer import ORACLE_WORD
-from dsa_verify.subject import Subject
-from dsa_verify.systems import System
+from dsa_verify.replay.replayer import ORACLE_WORD
+from dsa_verify.systems.indexer import WRITE_PLAN
+from dsa_verify.systems.system import System
 
 Tensors = dict[str, torch.Tensor]
 _PAGES: Final = "pages"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from dsa_verify.errors import HarnessError
+from dsa_verify.base.errors import HarnessError
 from dsa_verify.graphs.capturing import CAPTURE_ERROR_MODE, no_collection
 
 _RAW_BITS = 16  # of a batch of 16,384 at most; the number has the other 47

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
-from dsa_verify.errors import NothingVerified, UsageError
-from dsa_verify.geometry import Geometry
+from dsa_verify.base.errors import NothingVerified, UsageError
+from dsa_verify.contract.geometry import Geometry
 from dsa_verify.overlay.setup import Reference, Setup, Shared
 from dsa_verify.overlay.summary import LineLog, Reasons, Summary
-from dsa_verify.systems import get_system
+from dsa_verify.systems.catalogue import get_system
 
 if TYPE_CHECKING:
     from dsa_verify.overlay.lane import Lane
@@ -116,7 +116,7 @@ class Overlay:
 
         `geometry`: of the server, or the name of a preset. `fields`: those that are compared, all of the system's by
         default. `input_names`, `output_names`: field -> path into what the hook is given, dots going into mappings and
-        attributes; by default the fields' own names (`dsa_verify.subject.Inputs`, the contract).
+        attributes; by default the fields' own names (`dsa_verify.contract.subject.Inputs`, the contract).
 
         `reference(raw_batch, bucket)`: the server's own preparation, which rewrites the live metadata in place on the
         current stream; None compares with the oracle. `tails`: whether pad rows of the inputs must hold their pad

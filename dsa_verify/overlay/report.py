@@ -11,15 +11,16 @@ from typing import Any, Final
 
 import torch
 
-from dsa_verify.contract import Field, Layout, Live
-from dsa_verify.diagnose import Evidence, Moment, describe_place, diagnose_field, shown
-from dsa_verify.findings import Diagnosis
-from dsa_verify.judge import Difference, Phase, Tally, expected_words, live_words
+from dsa_verify.buffers.region import Kind
+from dsa_verify.contract.finding import Diagnosis
+from dsa_verify.contract.layout import Field, Layout, Live
+from dsa_verify.contract.owners import Owner, OwnerOf
+from dsa_verify.diagnosis.diagnose import describe_place, diagnose_field, shown
+from dsa_verify.diagnosis.evidence import Evidence, Moment
+from dsa_verify.judge.judge import Difference, Phase, Tally, expected_words, live_words
 from dsa_verify.overlay.inputs import ADDS_DRAFT, SLOTS_REGION
 from dsa_verify.overlay.lane import Lane
 from dsa_verify.overlay.launch import Facts
-from dsa_verify.owners import Owner, OwnerOf
-from dsa_verify.regions import Kind
 
 LINE_SCHEMA: Final = 1
 MAX_ELEMENTS: Final = 8  # of one line

@@ -14,17 +14,17 @@ from typing import Final
 
 import torch
 
-from dsa_verify.contract import Layout
-from dsa_verify.errors import UsageError
-from dsa_verify.expand import expansion
-from dsa_verify.geometry import Geometry
+from dsa_verify.base.errors import UsageError
+from dsa_verify.buffers.derived_inputs import expansion
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.layout import Layout
+from dsa_verify.contract.round_table import rows_per_request
 from dsa_verify.overlay.inputs import input_specs, token_columns
 from dsa_verify.overlay.launch import OwnStream
 from dsa_verify.overlay.pages import list_pages
 from dsa_verify.overlay.ring_case import Dump, Recorded, to_case
 from dsa_verify.overlay.sources import Sources
-from dsa_verify.rounds import rows_per_request
-from dsa_verify.systems import get_system
+from dsa_verify.systems.catalogue import get_system
 
 DEFAULT_ROUNDS: Final = 64
 MAX_ROUNDS: Final = 4096
@@ -79,8 +79,8 @@ class CaptureRing:
     def record(self, *, raw_batch: int, bucket: int, inputs: object) -> None:
         """Keep the round whose inputs have just been prepared, on the current stream; waits for nothing.
 
-        `inputs`: a mapping or object with tensors named as in `dsa_verify.subject.Inputs`. The first round of a bucket
-        captures a graph, which waits. UsageError for inputs that the system does not have in this form.
+        `inputs`: a mapping or object with tensors named as in `dsa_verify.contract.subject.Inputs`. The first round of
+        a bucket captures a graph, which waits. UsageError for inputs that the system does not have in this form.
         """
         if not 0 <= raw_batch <= bucket <= self.widest:
             raise UsageError(f"raw_batch: {raw_batch} of bucket {bucket}; 0 <= raw_batch <= bucket <= {self.widest}")

@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from dsa_verify.errors import UsageError
-from dsa_verify.geometry import Geometry
-from dsa_verify.rounds import PAD_REQUEST
-from dsa_verify.scenario import Round, Scenario, drawn_lens, has_floors, one_floor_each, parse_case
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round import Round, Scenario, drawn_lens, has_floors, one_floor_each, parse_case
+from dsa_verify.contract.round_table import PAD_REQUEST
 
 MAX_CASE_BYTES: Final = 100_000
 _COUNTS: Final = ("extend_lens", "accept_lens", "verify_lens")

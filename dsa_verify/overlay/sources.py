@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from dsa_verify.arena import TORCH_DTYPES, Identity
-from dsa_verify.contract import Layout
-from dsa_verify.errors import UsageError
+from dsa_verify.base.errors import UsageError
+from dsa_verify.buffers.arena import TORCH_DTYPES, Identity
+from dsa_verify.buffers.region import rows_are_whole
+from dsa_verify.contract.layout import Layout
 from dsa_verify.overlay.inputs import input_specs, token_columns
-from dsa_verify.regions import rows_are_whole
 
 Check = Callable[[torch.Tensor], str | None]
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from dsa_verify.errors import STATUS_EQUAL, STATUS_MISMATCH, STATUS_NOTHING_VERIFIED
+from dsa_verify.base.errors import STATUS_EQUAL, STATUS_MISMATCH, STATUS_NOTHING_VERIFIED
 
 MAX_LINES: Final = 10_000
 MAX_REASONS: Final = 32

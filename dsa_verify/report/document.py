@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dsa_verify.runs import RESULT_SCHEMA, Run, total
+from dsa_verify.run.runner import RESULT_SCHEMA, Run, total
 
 
 def of(runs: Sequence[Run], status: int) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from typing import Any
 
 import click
 
-from dsa_verify.delivered import LINGER_S, End
-from dsa_verify.post_mortem import Told, tell
+from dsa_verify.run.delivered import LINGER_S, End
+from dsa_verify.run.post_mortem import Told, tell
 
 
 def report(end: End, options: Mapping[str, Any]) -> int:
@@ -42,9 +42,10 @@ def end_by(number: int) -> None:
 
 
 def _say(told: Told, end: End, options: Mapping[str, Any]) -> int:
-    from dsa_verify.report import document, files, junit
+    from dsa_verify.base import writable as files
+    from dsa_verify.report import document, junit
     from dsa_verify.report.terminal import BAD, Terminal
-    from dsa_verify.runs import Outcome, Run
+    from dsa_verify.run.runner import Outcome, Run
 
     runs: list[Run] = end.progress.last_results or []
     command, path, lost = save(told, end.pid, options["folder"])
@@ -79,7 +80,7 @@ def save(told: Told, pid: int, folder: Path) -> tuple[str | None, str | None, li
         return None, None, []
     if not told.scenario.rounds:
         return None, None, ["no case: the rounds of one chunk were too many to be kept"]
-    from dsa_verify.verify import _save
+    from dsa_verify.run.verify import _save
 
     try:
         path = _save(told.scenario, told.stem, folder)

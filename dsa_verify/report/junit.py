@@ -5,8 +5,8 @@ from __future__ import annotations
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 
-from dsa_verify.runs import Run
-from dsa_verify.waivers import WaiverUse
+from dsa_verify.run.runner import Run
+from dsa_verify.waivers.waivers import WaiverUse
 
 
 def of(runs: Sequence[Run]) -> str:

@@ -10,18 +10,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from dsa_verify.errors import (
+from dsa_verify.base.errors import (
     STATUS_EQUAL,
     STATUS_HARNESS,
     STATUS_INTERRUPTED,
     STATUS_NOTHING_VERIFIED,
     DsaVerifyError,
 )
-from dsa_verify.findings import Finding
+from dsa_verify.contract.finding import Finding
 from dsa_verify.graphs import Backend
 from dsa_verify.report.streams import report_stream
-from dsa_verify.runs import Run, total
-from dsa_verify.waivers import beyond, rounds_by_waiver
+from dsa_verify.run.runner import Run, total
+from dsa_verify.waivers.waivers import beyond, rounds_by_waiver
 
 GOOD: Final = "green"
 BAD: Final = "bold red"

@@ -11,8 +11,8 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from dsa_verify.errors import UsageError
-from dsa_verify.scenario import Scenario, read_case
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.round import Scenario, read_case
 
 
 def paths(system: str = "*", *, indexer: bool = True, fields: Collection[str] | None = None) -> list[Path]:
@@ -30,7 +30,7 @@ def _covered(case: Scenario, indexer: bool, fields: Collection[str] | None) -> b
         return False
     if fields is None:
         return True
-    from dsa_verify.systems import get_system  # which imports torch
+    from dsa_verify.systems.catalogue import get_system  # which imports torch
 
     layouts = [get_system(case.system).layout(case.geometry, bucket) for bucket in case.buckets]
     return all(field.name in fields for layout in layouts for field in layout)

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsa_verify.confirm import confirm
-from dsa_verify.faults.conduct import WrongOnce
-from dsa_verify.findings import Diagnosis, Finding
+from dsa_verify.contract.finding import Diagnosis, Finding
+from dsa_verify.contract.round import Scenario, read_case
+from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.graphs import open_backend
-from dsa_verify.job import Job
-from dsa_verify.runs import Runner, open_run
-from dsa_verify.scenario import Scenario, read_case
-from dsa_verify.systems import get_system
+from dsa_verify.replay.setup import Job
+from dsa_verify.run.runner import Runner, open_run
+from dsa_verify.subjects.faults.conduct import WrongOnce
+from dsa_verify.systems.catalogue import get_system
 from fuzz.cases import caught, paths
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

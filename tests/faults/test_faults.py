@@ -11,18 +11,18 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated
 
-from dsa_verify import faults
-from dsa_verify.contract import Lifetime
-from dsa_verify.errors import DeviceLost, UsageError
-from dsa_verify.faults.conduct import WrongOnce
-from dsa_verify.findings import Diagnosis, Finding
-from dsa_verify.geometry import Geometry
+from dsa_verify.base.errors import DeviceLost, UsageError
+from dsa_verify.contract.finding import Diagnosis, Finding
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.layout import Lifetime
+from dsa_verify.contract.subject import Buffers, Inputs, SubjectFactory
 from dsa_verify.graphs import open_backend
-from dsa_verify.job import Job
-from dsa_verify.matrix import Config, diagnostic_matrix
-from dsa_verify.subject import Buffers, Inputs, SubjectFactory
-from dsa_verify.systems import SYSTEMS
-from dsa_verify.verify import Counts, verify_rounds
+from dsa_verify.replay.setup import Job
+from dsa_verify.rounds.matrix import Config, diagnostic_matrix
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.subjects import faults
+from dsa_verify.subjects.faults.conduct import WrongOnce
+from dsa_verify.systems.catalogue import SYSTEMS
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 ROUNDS = 6  # of the script: both buckets, every poison, one round replayed twice, pad rows, in padded an idle one

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsa_verify.confirm import confirm
-from dsa_verify.contract import Lifetime
-from dsa_verify.findings import Diagnosis
-from dsa_verify.geometry import Geometry
+from dsa_verify.contract.finding import Diagnosis
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.layout import Lifetime
+from dsa_verify.contract.round import Round
+from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.graphs import open_backend
-from dsa_verify.job import Job
-from dsa_verify.scenario import Round
-from dsa_verify.systems import SYSTEMS
+from dsa_verify.replay.setup import Job
+from dsa_verify.systems.catalogue import SYSTEMS
 
 DEVICE = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
 MODES = [

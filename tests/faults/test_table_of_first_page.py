@@ -9,14 +9,14 @@ import pytest
 import torch
 from test_faults import EagerDecode
 
-from dsa_verify.confirm import confirm
-from dsa_verify.geometry import Geometry
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round import Round
+from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.graphs import open_backend
-from dsa_verify.job import Job
-from dsa_verify.matrix import diagnostic_matrix
-from dsa_verify.scenario import Round
-from dsa_verify.systems import SYSTEMS
-from fuzz.world import World
+from dsa_verify.replay.setup import Job
+from dsa_verify.rounds.matrix import diagnostic_matrix
+from dsa_verify.systems.catalogue import SYSTEMS
+from fuzz.engine.world import World
 
 DEVICE = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
 TINY = Geometry.resolve("tiny")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsa_verify.scenario import read_case
+from dsa_verify.contract.round import read_case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,8 +21,8 @@ pytestmark = [
 
 SUBJECTS = """
 import torch
-from dsa_verify.faults.conduct import IllegalAccess
-from dsa_verify.pipelines.basic import Decode
+from dsa_verify.subjects.faults.conduct import IllegalAccess
+from dsa_verify.subjects.pipelines.basic import Decode
 
 LAST_GOOD = 6  # calls of before_replay, of which the warm-up makes two
 
@@ -56,7 +56,7 @@ class Greedy(_Late):
 def campaign(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     paths = [str(folder), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-    command = [sys.executable, "-m", "fuzz.campaign", *arguments]
+    command = [sys.executable, "-m", "fuzz.campaign.campaign", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
 
 

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 
-from fuzz.locks import holder
-from fuzz.shard_folder import read_progress, shard_folder, shard_numbers
-from fuzz.supervise import runs_in
+from fuzz.campaign.locks import holder
+from fuzz.campaign.shard_folder import read_progress, shard_folder, shard_numbers
+from fuzz.campaign.supervisor import runs_in
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,7 +37,7 @@ DEVICE = "cuda"
 AT_ONCE = 5  # campaigns, each with at most so many kills
 MOST_KILLS = 10
 SUBJECT = """
-from dsa_verify.pipelines.basic import Decode
+from dsa_verify.subjects.pipelines.basic import Decode
 
 
 class WrongLength(Decode):
@@ -59,11 +59,11 @@ class Run:
         self._options += ["--rounds-per-shard", str(ROUNDS), "--max-rounds", str(SHARDS * ROUNDS), "--workers", "1"]
 
     def start(self, root: Path) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "fuzz.campaign", "run", str(root), *self._options]
+        command = [sys.executable, "-m", "fuzz.campaign.campaign", "run", str(root), *self._options]
         return subprocess.Popen(command, env=self._environment, stdout=subprocess.DEVNULL)
 
     def report(self, root: Path) -> dict[str, Any]:
-        command = [sys.executable, "-m", "fuzz.campaign", "report", str(root), "--json"]
+        command = [sys.executable, "-m", "fuzz.campaign.campaign", "report", str(root), "--json"]
         facts: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, check=False).stdout)
         return facts
 

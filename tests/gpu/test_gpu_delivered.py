@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from dsa_verify.scenario import read_case
-from dsa_verify.verify import JOURNAL_ROUNDS
+from dsa_verify.contract.round import read_case
+from dsa_verify.run.verify import JOURNAL_ROUNDS
 
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parents[2]
 MINE = """
 import os, time
-from dsa_verify.pipelines.basic import Decode
+from dsa_verify.subjects.pipelines.basic import Decode
 
 class Late(Decode):
     calls = 0
@@ -51,7 +51,18 @@ ENDS = {
 @pytest.mark.parametrize("name", ENDS)
 def test_an_end_in_a_long_chunk(tmp_path: Path, name: str) -> None:
     (tmp_path / "mine.py").write_text(MINE)
-    command = [sys.executable, "-m", "dsa_verify.cli", "fuzz", "--system", "decode", "--batch", "4", "--timeout", "20"]
+    command = [
+        sys.executable,
+        "-m",
+        "dsa_verify.cli.main",
+        "fuzz",
+        "--system",
+        "decode",
+        "--batch",
+        "4",
+        "--timeout",
+        "20",
+    ]
     done = subprocess.run(
         [*command, "--device", "cuda", "--preset", "tiny", "--rounds", "2000", "--subject", f"mine:{name}"],
         cwd=tmp_path,

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsa_verify import faults
-from dsa_verify.errors import STATUS_DEVICE_LOST
-from dsa_verify.faults.conduct import WrongOnce
-from dsa_verify.geometry import Geometry
+from dsa_verify.base.errors import STATUS_DEVICE_LOST
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round import read_case
 from dsa_verify.graphs import open_backend
-from dsa_verify.job import Job
-from dsa_verify.matrix import diagnostic_matrix
-from dsa_verify.scenario import read_case
-from dsa_verify.systems import SYSTEMS
-from dsa_verify.verify import Counts, verify_rounds
+from dsa_verify.replay.setup import Job
+from dsa_verify.rounds.matrix import diagnostic_matrix
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.subjects import faults
+from dsa_verify.subjects.faults.conduct import WrongOnce
+from dsa_verify.systems.catalogue import SYSTEMS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,7 +59,7 @@ def test_a_fault_is_caught_in_cuda_graphs(system: str, name: str):
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_lost_device_ends_the_process_with_its_own_status(system: str, tmp_path: Path):
     """In a process of its own: after an illegal access nothing it says may be believed."""
-    command = [sys.executable, "-m", "dsa_verify.cli", "replay", "--system", system, "--fault", "lost_device"]
+    command = [sys.executable, "-m", "dsa_verify.cli.main", "replay", "--system", system, "--fault", "lost_device"]
     command += ["--batch", "4", "--device", "cuda", "--findings", str(tmp_path)]
     done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == STATUS_DEVICE_LOST, done.stdout + done.stderr

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsa_verify.errors import STATUS_EQUAL
+from dsa_verify.base.errors import STATUS_EQUAL
+from dsa_verify.cli import fuzz as command
 from dsa_verify.graphs import open_backend
-from dsa_verify.job import Job
-from dsa_verify.matrix import Config
-from dsa_verify.systems import SYSTEMS, settled_geometry
-from fuzz import command
+from dsa_verify.replay.setup import Job
+from dsa_verify.rounds.matrix import Config
+from dsa_verify.systems.catalogue import SYSTEMS, settled_geometry
 from fuzz.configurations import HUGE, configurations, describe
 from fuzz.fuzzer import fuzz
 

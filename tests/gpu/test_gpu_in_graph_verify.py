@@ -8,22 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from dsa_verify.errors import CaptureError
-from dsa_verify.geometry import Geometry
+from dsa_verify.base.errors import CaptureError
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round import POISONS, Round
+from dsa_verify.contract.subject import SubjectFactory
 from dsa_verify.graphs import open_backend
-from dsa_verify.job import Job
-from dsa_verify.judge import Phase
-from dsa_verify.matrix import diagnostic_matrix
-from dsa_verify.pipelines.in_graph_verify import (
+from dsa_verify.judge.judge import Phase
+from dsa_verify.replay.setup import Job
+from dsa_verify.rounds.matrix import diagnostic_matrix
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.subjects.pipelines.in_graph_verify import (
     InGraphResidualSubject,
     InGraphSubject,
     InGraphVerify,
     StaticBufferError,
 )
-from dsa_verify.scenario import POISONS, Round
-from dsa_verify.subject import SubjectFactory
-from dsa_verify.systems import SYSTEMS
-from dsa_verify.verify import Counts, verify_rounds
+from dsa_verify.systems.catalogue import SYSTEMS
 
 pytestmark = [
     pytest.mark.gpu,

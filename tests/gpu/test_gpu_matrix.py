@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from dsa_verify.compilations import count_compilations
-from dsa_verify.edges import EdgeKind, edges
-from dsa_verify.findings import Finding
-from dsa_verify.geometry import Geometry
+from dsa_verify.contract.finding import Finding
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round import Round
 from dsa_verify.graphs import open_backend
-from dsa_verify.indexer_turns import SYSTEMS_WITH_INDEXER
-from dsa_verify.job import Job
-from dsa_verify.matrix import diagnostic_matrix, shortest_seq_len
-from dsa_verify.scenario import Round
-from dsa_verify.systems import SYSTEMS, settled_geometry
-from dsa_verify.verify import Counts, verify_rounds
+from dsa_verify.replay.compilations import count_compilations
+from dsa_verify.replay.setup import Job
+from dsa_verify.rounds.edge_configs import EdgeKind, edges
+from dsa_verify.rounds.indexer_turns import SYSTEMS_WITH_INDEXER
+from dsa_verify.rounds.matrix import diagnostic_matrix, shortest_seq_len
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.systems.catalogue import SYSTEMS, settled_geometry
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_verify import faults
-from dsa_verify.errors import NothingVerified
-from dsa_verify.geometry import Geometry
+from dsa_verify.base.errors import NothingVerified
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round import read_case
 from dsa_verify.graphs import open_backend
 from dsa_verify.overlay import Overlay
 from dsa_verify.overlay.ring import CaptureRing
-from dsa_verify.pipelines.padded import Padded
-from dsa_verify.scenario import read_case
+from dsa_verify.subjects import faults
+from dsa_verify.subjects.pipelines.padded import Padded
 
 pytestmark = [
     pytest.mark.gpu,

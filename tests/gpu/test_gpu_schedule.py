@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dsa_verify.adapters import deep_gemm
-from dsa_verify.compilations import count_compilations
-from dsa_verify.errors import UsageError
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.schedule_variants import VARIANTS, ScheduleVariant, shape
 from dsa_verify.graphs import open_backend
-from dsa_verify.laws import ScheduleLaw
-from dsa_verify.pipelines.schedule import MAX_ROWS, build_schedule
-from dsa_verify.schedules import VARIANTS, ScheduleVariant, shape
+from dsa_verify.judge.schedule_laws import ScheduleLaw
+from dsa_verify.replay.compilations import count_compilations
+from dsa_verify.subjects.adapters import deep_gemm
+from dsa_verify.subjects.pipelines.schedule import MAX_ROWS, build_schedule
 from oracles.schedule import schedule
 
 pytestmark = [

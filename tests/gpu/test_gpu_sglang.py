@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_verify.adapters.sglang import SUBJECTS, basic, indexer, kpool, mtp, wheel
-from dsa_verify.edges import Edge, EdgeKind, edges, why_not_here
-from dsa_verify.errors import STATUS_DEVICE_LOST, UsageError
+from dsa_verify.base.errors import STATUS_DEVICE_LOST, UsageError
+from dsa_verify.contract.round import read_case
 from dsa_verify.graphs import open_backend
-from dsa_verify.matrix import Config, diagnostic_matrix
-from dsa_verify.runs import Run, Runner, open_run
-from dsa_verify.scenario import read_case
-from dsa_verify.systems import SYSTEMS, settled_geometry
+from dsa_verify.rounds.edge_configs import Edge, EdgeKind, edges, why_not_here
+from dsa_verify.rounds.matrix import Config, diagnostic_matrix
+from dsa_verify.run.runner import Run, Runner, open_run
+from dsa_verify.subjects.adapters.sglang import SUBJECTS, basic, indexer, kpool, mtp, wheel
+from dsa_verify.systems.catalogue import SYSTEMS, settled_geometry
 
 BASIC = ("decode", "target_verify", "draft_extend")
 GAP = ("paged_mqa_schedule_metadata", "topk_v2_plan")
@@ -178,7 +178,7 @@ def test_the_copies_take_rows_for_adjacent(copies: None) -> None:
 def test_a_batch_that_is_empty_throughout_ends_the_process(name: str, schedules: None, tmp_path: Path) -> None:
     """Contract 3.6: from the subject's name alone, and again from the case that is left."""
 
-    command = [sys.executable, "-m", "dsa_verify.cli", "replay", "--device", "cuda", "--findings", str(tmp_path)]
+    command = [sys.executable, "-m", "dsa_verify.cli.main", "replay", "--device", "cuda", "--findings", str(tmp_path)]
     options = [f"--subject=sglang:{name}", "--edges", "--batch", "1", "--rounds", "1", "--set", "context=8192"]
     options += ["--set", "input_view=plain"]  # of the edges only this is left, and the gap
     case: list[str] = []

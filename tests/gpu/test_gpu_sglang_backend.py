@@ -9,16 +9,16 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from dsa_verify.findings import Finding
-from dsa_verify.geometry import Geometry
+from dsa_verify.contract.finding import Finding
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.subject import load_attribute
 from dsa_verify.graphs import open_backend
-from dsa_verify.job import Job
-from dsa_verify.matrix import diagnostic_matrix
-from dsa_verify.subject import load_attribute
-from dsa_verify.systems import OF_OTHERS, OF_THE_SUBJECT, OWN_TABLES, SYSTEMS
-from dsa_verify.verify import Counts, verify_rounds
+from dsa_verify.replay.setup import Job
+from dsa_verify.rounds.matrix import diagnostic_matrix
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.systems.catalogue import OF_OTHERS, OF_THE_SUBJECT, OWN_TABLES, SYSTEMS
 
-PACKAGE = "dsa_verify.adapters.sglang"
+PACKAGE = "dsa_verify.subjects.adapters.sglang"
 SUBJECTS = {
     "decode": f"{PACKAGE}.backend:DecodeBackend",
     "target_verify": f"{PACKAGE}.backend:TargetVerifyBackend",

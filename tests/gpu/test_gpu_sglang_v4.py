@@ -8,14 +8,14 @@ import importlib.util
 import pytest
 import torch
 
-from dsa_verify.adapters import sglang
-from dsa_verify.findings import Diagnosis, Finding
+from dsa_verify.contract.finding import Diagnosis, Finding
+from dsa_verify.contract.round import Round
 from dsa_verify.graphs import open_backend
-from dsa_verify.job import Job
-from dsa_verify.matrix import diagnostic_matrix
-from dsa_verify.scenario import Round
-from dsa_verify.systems import OF_OTHERS, SYSTEMS, settled_geometry
-from dsa_verify.verify import Counts, verify_rounds
+from dsa_verify.replay.setup import Job
+from dsa_verify.rounds.matrix import diagnostic_matrix
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.subjects.adapters import sglang
+from dsa_verify.systems.catalogue import OF_OTHERS, SYSTEMS, settled_geometry
 
 needed = ("sglang", "msgspec", "tvm_ffi")
 missing = [name for name in needed if importlib.util.find_spec(name) is None]

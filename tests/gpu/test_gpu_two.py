@@ -53,7 +53,7 @@ def test_two_workers_have_two_gpus(tmp_path: Path) -> None:
 def test_two_ranks_equal_the_oracle_of_one_device(seed: int) -> None:
     """Both logarithms; write, localisation, gather and merge are in one graph a rank, NCCL included (contract 8)."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "dsa_verify.dcp_ranks", "--seed", str(seed)]
+    command += ["-m", "dsa_verify.cli.dcp_ranks", "--seed", str(seed)]
     environment = outside() | {"NCCL_NVLS_ENABLE": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,20 +12,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsa_verify.adapters import deep_gemm
-from dsa_verify.adapters.vllm import SUBJECTS
-from dsa_verify.adapters.vllm.runner import Request, Runner
-from dsa_verify.edges import EdgeKind, edges
-from dsa_verify.errors import UsageError
-from dsa_verify.findings import Diagnosis
-from dsa_verify.geometry import Geometry
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.finding import Diagnosis
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.schedule_variants import ScheduleVariant
 from dsa_verify.graphs import open_backend
-from dsa_verify.job import Job
-from dsa_verify.laws import ScheduleLaw
-from dsa_verify.matrix import diagnostic_matrix
-from dsa_verify.schedules import ScheduleVariant
-from dsa_verify.systems import OF_OTHERS, OF_THE_SUBJECT, OWN_TABLES, SYSTEMS, settled_geometry
-from dsa_verify.verify import Counts, verify_rounds
+from dsa_verify.judge.schedule_laws import ScheduleLaw
+from dsa_verify.replay.setup import Job
+from dsa_verify.rounds.edge_configs import EdgeKind, edges
+from dsa_verify.rounds.matrix import diagnostic_matrix
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.subjects.adapters import deep_gemm
+from dsa_verify.subjects.adapters.vllm import SUBJECTS
+from dsa_verify.subjects.adapters.vllm.runner import Request, Runner
+from dsa_verify.systems.catalogue import OF_OTHERS, OF_THE_SUBJECT, OWN_TABLES, SYSTEMS, settled_geometry
 from oracles.schedule import schedule
 
 pytestmark = [

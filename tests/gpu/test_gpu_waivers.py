@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_verify.findings import Finding
-from dsa_verify.geometry import Geometry
+from dsa_verify.contract.finding import Finding
+from dsa_verify.contract.geometry import Geometry
 from dsa_verify.graphs import open_backend
-from dsa_verify.job import Job
-from dsa_verify.matrix import diagnostic_matrix
-from dsa_verify.systems import SYSTEMS
-from dsa_verify.verify import Counts, verify_rounds
-from dsa_verify.waivers import NO_WAIVERS, Ledger, parse_ledger
+from dsa_verify.replay.setup import Job
+from dsa_verify.rounds.matrix import diagnostic_matrix
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.systems.catalogue import SYSTEMS
+from dsa_verify.waivers.waivers import NO_WAIVERS, Ledger, parse_ledger
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ from tests.mutants.reach import ROOT, Door, doors
 
 # What judges nothing in a run: the referees judge the oracles in unit tests.
 _REFEREE: Final = "referee"
-PARTS: Final = {"pipelines": "dsa_verify/pipelines", "oracles": "oracles"}
+PARTS: Final = {"pipelines": "dsa_verify/subjects/pipelines", "oracles": "oracles"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,18 +13,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from dsa_verify.indexer_turns import INDEXED_PRESETS
-from dsa_verify.systems import DEFAULT_SUBJECT, SYSTEMS, System
+from dsa_verify.rounds.indexer_turns import INDEXED_PRESETS
+from dsa_verify.systems.catalogue import DEFAULT_SUBJECT, SYSTEMS
+from dsa_verify.systems.system import System
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 # What a run calls of a subject or oracle without naming it in their own text.
 _PROTOCOL: Final = ("__init__", "allocate", "before_replay", "in_graph")
-_PIPELINES: Final = "dsa_verify.pipelines."
+_PIPELINES: Final = "dsa_verify.subjects.pipelines."
 
 # Named on the way, and run by no system: none gives a schedule the indices that these are for.
 _OUTSIDE: Final = frozenset({"oracles.schedule:_indexed", "oracles.schedule:_run_cost"})
 # These subjects refuse a geometry without an indexer.
-_REFUSING: Final = ("dsa_verify.pipelines.schedule_life", "dsa_verify.pipelines.in_graph_verify")
+_REFUSING: Final = ("dsa_verify.subjects.pipelines.schedule_life", "dsa_verify.subjects.pipelines.in_graph_verify")
 # What they share with the other systems is shown to those alone: each of their modes runs there.
 _SHARING: Final = ("ragged_verify", "mtp")
 

@@ -19,9 +19,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from dsa_verify.indexer_turns import SYSTEMS_WITH_INDEXER
-from dsa_verify.matrix import diagnostic_matrix
-from dsa_verify.systems import SYSTEMS, get_system, settled_geometry
+from dsa_verify.rounds.indexer_turns import SYSTEMS_WITH_INDEXER
+from dsa_verify.rounds.matrix import diagnostic_matrix
+from dsa_verify.systems.catalogue import SYSTEMS, get_system, settled_geometry
 from tests.mutants import pool, survivors, trial
 from tests.mutants.__main__ import main
 from tests.mutants.catalogue import PARTS, Mutant, catalogue, mutants_of, sample
@@ -31,7 +31,7 @@ from tests.mutants.survivors import Survivor
 
 # Each is shown to one system alone, of the fast ones.
 KILLED = "oracles/decode.py::DecodeOracle.in_graph::store.1"
-SURVIVOR = "dsa_verify/pipelines/mtp.py::Mtp.in_graph::boundary.0"
+SURVIVOR = "dsa_verify/subjects/pipelines/mtp.py::Mtp.in_graph::boundary.0"
 
 # By operator: what may stand in a function, and what each mutant of that operator makes of it.
 EXAMPLES = {
@@ -176,14 +176,14 @@ def test_a_sample_is_drawn_by_name():
 
 def test_doors_are_those_that_lead_to_a_definition():
     known = doors("cpu")
-    assert known["dsa_verify.pipelines.mtp:sibling_copy"] == [Door("mtp", "sibling")]
-    assert known["dsa_verify.pipelines.dcp_kernel:merge_kernel"] == [Door("dcp")]
-    assert set(known["dsa_verify.pipelines.topk_plan_kernel:topk_plan_kernel"]) == {
+    assert known["dsa_verify.subjects.pipelines.mtp:sibling_copy"] == [Door("mtp", "sibling")]
+    assert known["dsa_verify.subjects.pipelines.dcp_kernel:merge_kernel"] == [Door("dcp")]
+    assert set(known["dsa_verify.subjects.pipelines.topk_plan_kernel:topk_plan_kernel"]) == {
         Door(name) for name in ("decode", "target_verify", "draft_extend")
     }
-    assert "dsa_verify.pipelines.dcp_kernel:pack_prefix_kernel" not in known  # of extend, which is no system
+    assert "dsa_verify.subjects.pipelines.dcp_kernel:pack_prefix_kernel" not in known  # of extend, which is no system
     assert "oracles.schedule:_indexed" not in known
-    assert known["dsa_verify.pipelines.ragged_verify_kernel:_lengths"] == [Door("ragged_verify")]
+    assert known["dsa_verify.subjects.pipelines.ragged_verify_kernel:_lengths"] == [Door("ragged_verify")]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -23,9 +23,10 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, Final
 
-from dsa_verify import cli, errors
-from dsa_verify.device import settle_device
-from dsa_verify.matrix import Config, diagnostic_matrix
+from dsa_verify.base import errors
+from dsa_verify.base.device import settle_device
+from dsa_verify.cli import main as cli
+from dsa_verify.rounds.matrix import Config, diagnostic_matrix
 from tests.mutants.catalogue import Mutant
 from tests.mutants.reach import ROOT, Door
 
@@ -62,7 +63,7 @@ def prepare(device: str) -> None:
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated
     sys.dont_write_bytecode = True
-    for name in ("torch", "triton", "numpy", "dsa_verify.commands.replay", "fuzz.command"):
+    for name in ("torch", "triton", "numpy", "dsa_verify.cli.replay", "dsa_verify.cli.fuzz"):
         importlib.import_module(name)
 
 
@@ -157,9 +158,9 @@ def _replays(
     """What `dsa-verify replay --system S --subject X` runs, in another order."""
     # Here, as these bring Triton, which must know by then whether to compile or to interpret.
     from dsa_verify.graphs import open_backend
-    from dsa_verify.runs import Runner, open_run, status_of
-    from dsa_verify.systems import get_system, settled_geometry
-    from dsa_verify.waivers import choose_ledger
+    from dsa_verify.run.runner import Runner, open_run, status_of
+    from dsa_verify.systems.catalogue import get_system, settled_geometry
+    from dsa_verify.waivers.waivers import choose_ledger
 
     backend, ledger = open_backend(device), choose_ledger(None, False)
     runner = Runner(backend=backend, folder=None, ledger=ledger, on_rounds=lambda count: beat())
@@ -187,9 +188,9 @@ def _shuffled(configs: list[Config]) -> list[Config]:
 
 def _fuzzes(doors: Sequence[Door], device: Any, folder: Path, beat: Callable[[], None]) -> Iterator[tuple[str, Step]]:
     """What `dsa-verify fuzz --system S --subject X` runs, but that no case is made small."""
+    from dsa_verify.cli.fuzz import Options
+    from dsa_verify.cli.fuzz import run as fuzz
     from dsa_verify.report.terminal import Terminal
-    from fuzz.command import Options
-    from fuzz.command import run as fuzz
 
     advance, told = Terminal.advance, Terminal.finding
     said: list[str] = []

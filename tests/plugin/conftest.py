@@ -10,10 +10,10 @@ import pytest
 # Module text: a right subject (the shipped one) and a wrong one, both of which a replay can load by name.
 SUBJECTS: Final = """
 import pytest
-from dsa_verify.faults import plant
+from dsa_verify.subjects.faults import plant
 
 def Right():
-    from dsa_verify.pipelines.basic import Decode
+    from dsa_verify.subjects.pipelines.basic import Decode
     return Decode()
 
 def Wrong():
@@ -33,15 +33,15 @@ def without_hypothesis(pytester: pytest.Pytester) -> None:
 def imported() -> None:
     """pytester forgets what a session within this process imported, but torch cannot be imported twice. So whatever
     a verification imports, some of it late, is imported before the first session."""
-    from dsa_verify.device import settle_device
+    from dsa_verify.base.device import settle_device
 
     device = settle_device("auto")
-    import dsa_verify.verification  # noqa: F401
-    from dsa_verify.geometry import Geometry
+    import dsa_verify.pytest_plugin.fixture  # noqa: F401
+    from dsa_verify.contract.geometry import Geometry
     from dsa_verify.graphs import open_backend
-    from dsa_verify.matrix import diagnostic_matrix
-    from dsa_verify.runs import Runner, open_run
-    from dsa_verify.systems import get_system
+    from dsa_verify.rounds.matrix import diagnostic_matrix
+    from dsa_verify.run.runner import Runner, open_run
+    from dsa_verify.systems.catalogue import get_system
 
     backend = open_backend(device)
     configs = diagnostic_matrix(get_system("decode"), Geometry.resolve("tiny"), rounds=1, batches=(1,))

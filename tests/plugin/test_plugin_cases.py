@@ -8,12 +8,12 @@ import re
 
 import pytest
 
-from dsa_verify.case_file import MAX_CASE_BYTES
+from dsa_verify.base.small_file import MAX_CASE_BYTES
 
 # What stands for a replay where only collecting and counting matter, without the seconds that importing one takes.
 STAND_IN = """
 import pytest
-from dsa_verify import pytest_plugin
+from dsa_verify.pytest_plugin import plugin as pytest_plugin
 
 class StandIn:
     def __init__(self, session): self.seen = session.config.stash[pytest_plugin.SEEN]
@@ -28,14 +28,15 @@ def pytest_collection_modifyitems(items):
 LOADED = """
 import sys
 def pytest_unconfigure():
-    print("\\nloaded:", sorted(name for name in sys.modules if name in ("torch", "triton", "numpy", "dsa_verify.runs")))
+    heavy = ("torch", "triton", "numpy", "dsa_verify.run.runner")
+    print("\\nloaded:", sorted(name for name in sys.modules if name in heavy))
 """
 ROUND = {"bucket": 1, "seq_lens": [5], "requests": [3], "poison": "loud"}
 
 
 @pytest.fixture
 def stand_in(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsa_verify import pytest_plugin
+    from dsa_verify.pytest_plugin import plugin as pytest_plugin
 
     monkeypatch.setattr(pytest_plugin, "verification", pytest_plugin.verification)  # put back what the session changes
     pytester.makeconftest(STAND_IN)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 LATE = """
-from dsa_verify import compilations
-from dsa_verify.pipelines.basic import Decode
+from dsa_verify.replay import compilations
+from dsa_verify.subjects.pipelines.basic import Decode
 
 class Late(Decode):
     def before_replay(self):

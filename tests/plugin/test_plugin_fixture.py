@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dsa_verify.verification import TEST_BATCHES, TEST_DRAFTS
+from dsa_verify.pytest_plugin.fixture import TEST_BATCHES, TEST_DRAFTS
 
 WRONG = "def test(dsa): dsa.verify('decode', Wrong, batches=(1,), rounds=2)\n"
 OUTPUT = """\
@@ -89,7 +89,7 @@ def test(dsa):
 def test_strided_and_short_inputs_are_part_of_it(session, arguments: str, forms: str) -> None:
     result = session(f"""
 from unittest import mock
-from dsa_verify.runs import Runner
+from dsa_verify.run.runner import Runner
 
 def test(dsa):
     configs = []
@@ -112,8 +112,8 @@ def test_the_text_of_a_failure(session) -> None:
 
 def test_the_reproduce_line_shows_the_finding_again(session, pytester: pytest.Pytester) -> None:
     (pytester.mkdir("lib") / "pipeline.py").write_text(
-        "from dsa_verify.faults import plant\n"
-        "from dsa_verify.systems import get_system, subject_factory\n"
+        "from dsa_verify.subjects.faults import plant\n"
+        "from dsa_verify.systems.catalogue import get_system, subject_factory\n"
         "def Mine(): return plant('skip_refresh', subject_factory(get_system('decode'), None)[1])()\n"
     )
     pytester.syspathinsert(pytester.path / "lib")
@@ -214,7 +214,7 @@ def test_inputs_as_the_test_asks(session, pytester: pytest.Pytester) -> None:
 def test_a_lack_of_memory_fails_the_test_in_words(session, pytester: pytest.Pytester) -> None:
     pytester.makepyfile("""
 import torch
-from dsa_verify.pipelines.basic import Decode
+from dsa_verify.subjects.pipelines.basic import Decode
 
 class Greedy(Decode):
     def before_replay(self):
@@ -232,8 +232,8 @@ def test_after(dsa): dsa.verify("decode", batches=(1,), rounds=1)
 
 def test_a_lost_device_ends_the_session(session, pytester: pytest.Pytester) -> None:
     pytester.makepyfile("""
-from dsa_verify.faults import plant
-from dsa_verify.systems import get_system, subject_factory
+from dsa_verify.subjects.faults import plant
+from dsa_verify.systems.catalogue import get_system, subject_factory
 
 def test_lost(dsa):
     shipped = subject_factory(get_system("decode"), None)[1]

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from dsa_verify import pytest_guard
+from dsa_verify.pytest_plugin import guard as pytest_guard
 
 # A test in which the process is, as far as anybody can see, in round 12 of a subject.
 IN_A_SUBJECT = """
 import os, signal, threading, time
-from dsa_verify import progress, pytest_guard
+from dsa_verify.contract import progress
+from dsa_verify.pytest_plugin import guard as pytest_guard
 
 def verify():
     pytest_guard.begin_to_verify()
@@ -43,7 +44,7 @@ def test_never(dsa): assert False
 """,
         mine="""
 import os
-from dsa_verify.pipelines.basic import Decode
+from dsa_verify.subjects.pipelines.basic import Decode
 
 class Mine(Decode):
     calls = 0

@@ -7,7 +7,8 @@ import pytest
 REPORT = """
 import sys
 def pytest_unconfigure():
-    print("\\nloaded:", sorted(name for name in sys.modules if name in ("torch", "triton", "numpy", "dsa_verify.runs")))
+    heavy = ("torch", "triton", "numpy", "dsa_verify.run.runner")
+    print("\\nloaded:", sorted(name for name in sys.modules if name in heavy))
 """
 
 

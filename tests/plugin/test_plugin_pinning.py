@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsa_verify.pinning import pin_gpu, visible_gpus
+from dsa_verify.base.gpu_pinning import pin_gpu, visible_gpus
 
 
 def machine(root: Path, *, nodes: int = 0, proc: int = 0) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsa_verify.pytest_plugin import MAX_LISTED_FINDINGS, Seen, _summary
+from dsa_verify.pytest_plugin.plugin import MAX_LISTED_FINDINGS, Seen, _summary
 
 BOTH = """
 def test_right(dsa): dsa.verify('decode', batches=(1,), rounds=3)

@@ -11,7 +11,7 @@ def test_wrong(dsa): dsa.verify('decode', Wrong, batches=(1,), rounds=2)
 # What each worker has seen, without the seconds that a verification takes to import.
 AS_IF_VERIFIED = """
 import pytest
-from dsa_verify.pytest_plugin import SEEN
+from dsa_verify.pytest_plugin.plugin import SEEN
 
 @pytest.mark.parametrize("rounds", [2, 3])
 def test(rounds, request, worker_id):

@@ -13,7 +13,7 @@ import played
 import pytest
 import torch
 
-from dsa_verify import cli
+from dsa_verify.cli import main as cli
 
 
 @pytest.fixture

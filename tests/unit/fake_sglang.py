@@ -119,8 +119,8 @@ def lay_out(folder: Path, files: dict[str, str]) -> None:
 @contextmanager
 def importable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Inside, `sglang` is what lies in `folder` and nothing else, whatever this machine has."""
-    from dsa_verify.adapters import traced
-    from dsa_verify.adapters.sglang import wheel
+    from dsa_verify.subjects.adapters import traced
+    from dsa_verify.subjects.adapters.sglang import wheel
 
     def forget() -> dict[str, object]:
         wheel._without_cuda_assertions.cache_clear()

@@ -12,14 +12,14 @@ from typing import Any
 
 from rich.console import Console
 
-from dsa_verify.whole_files import write_whole
-from fuzz.campaign import Limits, run_campaign
-from fuzz.campaign_live import Display
-from fuzz.campaign_report import summary
-from fuzz.executors import Pool, open_pool
-from fuzz.plan import Plan, settle_plan
-from fuzz.shard_folder import read_progress, shard_folder
-from fuzz.store import Store
+from dsa_verify.base.atomic_write import write_whole
+from fuzz.campaign.campaign import Limits, run_campaign
+from fuzz.campaign.display import Display
+from fuzz.campaign.executors import Pool, open_pool
+from fuzz.campaign.index import Store
+from fuzz.campaign.plan import Plan, settle_plan
+from fuzz.campaign.report import summary
+from fuzz.campaign.shard_folder import read_progress, shard_folder
 
 ROUNDS = 48  # of a played shard
 SHARDS = 4  # of the campaign that the fixtures `undisturbed` and `ended` give

@@ -10,13 +10,13 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated
 
-from dsa_verify.geometry import Geometry
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round import Round
+from dsa_verify.contract.subject import Buffers, Inputs, SubjectFactory
 from dsa_verify.graphs import Backend, open_backend
-from dsa_verify.job import Job
-from dsa_verify.replayer import Replayer
-from dsa_verify.scenario import Round
-from dsa_verify.subject import Buffers, Inputs, SubjectFactory
-from dsa_verify.systems import SYSTEMS
+from dsa_verify.replay.replayer import Replayer
+from dsa_verify.replay.setup import Job
+from dsa_verify.systems.catalogue import SYSTEMS
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 # For parameters that only vary what others show too, where Triton is interpreted.

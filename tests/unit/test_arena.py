@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import DEVICE, small
 
-from dsa_verify import arena as arena_module
-from dsa_verify.arena import ALIGNMENT_BYTES, GUARD_WORD, Arena, Identity
-from dsa_verify.geometry import Geometry
-from dsa_verify.regions import LOUD_WORD
-from dsa_verify.systems import SYSTEMS
+from dsa_verify.buffers import arena as arena_module
+from dsa_verify.buffers.arena import ALIGNMENT_BYTES, GUARD_WORD, Arena, Identity
+from dsa_verify.buffers.region import LOUD_WORD
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.systems.catalogue import SYSTEMS
 
 LEAST_GUARD_BYTES = 512
 FILL = LOUD_WORD

@@ -13,13 +13,13 @@ import pytest
 import torch
 from support import DEVICE, job_of, small
 
-from dsa_verify.commands import new
-from dsa_verify.errors import UsageError
-from dsa_verify.layouts.basic import decode
-from dsa_verify.mapping import map_outputs
-from dsa_verify.matrix import diagnostic_matrix
-from dsa_verify.systems import SYSTEMS
-from dsa_verify.verify import Counts, verify_rounds
+from dsa_verify.base.errors import UsageError
+from dsa_verify.cli import new
+from dsa_verify.contract.map_outputs import map_outputs
+from dsa_verify.rounds.matrix import diagnostic_matrix
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.systems.basic import decode
+from dsa_verify.systems.catalogue import SYSTEMS
 
 ROOT = Path(__file__).parents[2]
 MISTAKES = {

@@ -28,19 +28,19 @@ from click.testing import CliRunner
 from played import ROUNDS, SHARDS, facts_of, hold, let_go, plan_of, run, shown, values_of, wait_until
 from rich.console import Console
 
-from dsa_verify.errors import HarnessError, UsageError
-from dsa_verify.scenario import read_case
-from fuzz import campaign as campaign_module
-from fuzz import store as store_module
-from fuzz import supervise as supervise_module
-from fuzz.campaign import main, parse_time
-from fuzz.campaign_live import Display, Flight, Moment
-from fuzz.campaign_report import report_lines, summary
-from fuzz.locks import FolderInUse, held, holder
-from fuzz.merge import merge
-from fuzz.plan import Plan, parse_plan, read_plan, settle_plan
-from fuzz.shard import ORDERLY
-from fuzz.shard_folder import (
+from dsa_verify.base.errors import HarnessError, UsageError
+from dsa_verify.contract.round import read_case
+from fuzz.campaign import campaign as campaign_module
+from fuzz.campaign import index as store_module
+from fuzz.campaign import supervisor as supervise_module
+from fuzz.campaign.campaign import main, parse_time
+from fuzz.campaign.display import Display, Flight, Moment
+from fuzz.campaign.index import Store, StoreLocked, note_recheck, waive
+from fuzz.campaign.locks import FolderInUse, held, holder
+from fuzz.campaign.merge import merge
+from fuzz.campaign.plan import Plan, parse_plan, read_plan, settle_plan
+from fuzz.campaign.report import report_lines, summary
+from fuzz.campaign.shard_folder import (
     attempts_in,
     findings_in,
     read_json,
@@ -49,8 +49,8 @@ from fuzz.shard_folder import (
     shard_numbers,
     write_json,
 )
-from fuzz.store import Store, StoreLocked, note_recheck, waive
-from fuzz.supervise import runs_in, supervise
+from fuzz.campaign.supervisor import runs_in, supervise
+from fuzz.campaign.worker_main import ORDERLY
 
 pytestmark = pytest.mark.usefixtures("played_shards")
 KILLS = int(os.environ.get("DSA_VERIFY_KILLS", "4"))
@@ -61,7 +61,16 @@ KILLS = int(os.environ.get("DSA_VERIFY_KILLS", "4"))
 
 def start(root: Path) -> subprocess.Popen[bytes]:
     options = ["--systems", "decode", "--subject", "wrong", "--rounds-per-shard", str(ROUNDS), "--device", "cpu"]
-    command = [sys.executable, "-m", "fuzz.campaign", str(root), "--max-rounds", str(SHARDS * ROUNDS), "--workers", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "fuzz.campaign.campaign",
+        str(root),
+        "--max-rounds",
+        str(SHARDS * ROUNDS),
+        "--workers",
+        "2",
+    ]
     return subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL)
 
 
@@ -124,7 +133,7 @@ def test_killed_at_random_moments_it_loses_nothing_and_doubles_nothing(tmp_path:
 def test_a_shard_left_at_work_is_ended_before_its_folder_is_used(root: Path) -> None:
     folder = shard_folder(root, 0)
     write_json(folder / "spec.json", plan_of("hangs").shard(0).to_dict())
-    command = [sys.executable, "-m", "fuzz.shard", str(folder)]
+    command = [sys.executable, "-m", "fuzz.campaign.worker_main", str(folder)]
     orphan = subprocess.Popen(command, stdin=subprocess.PIPE)
     wait_until(lambda: read_progress(folder)["rounds"] == 16)
     assert supervise(plan_of("wrong").shard(0), folder).ended == "complete"
@@ -140,7 +149,7 @@ def test_a_shard_ends_with_its_supervisor(root: Path, leads: bool, ends: int) ->
     """And its group, if it has one of its own, with it."""
     folder = shard_folder(root, 0)
     write_json(folder / "spec.json", plan_of("hangs").shard(0).to_dict())
-    command = [sys.executable, "-m", "fuzz.shard", str(folder)]
+    command = [sys.executable, "-m", "fuzz.campaign.worker_main", str(folder)]
     orphan = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=leads)
     assert orphan.stdin is not None
     orphan.stdin.close()
@@ -585,6 +594,6 @@ def test_options_that_contradict_themselves_are_refused_as_in_fuzz(root: Path, o
 
 
 def test_help_names_the_statuses_and_imports_no_torch() -> None:
-    code = "import sys; from fuzz.campaign import main; sys.exit('torch' in sys.modules)"
+    code = "import sys; from fuzz.campaign.campaign import main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert "a planted fault was not reported" in command("--help").output

@@ -15,16 +15,16 @@ from played import PYTHONPATH, facts_of, hold, is_held, let_go, plan_of, run, sh
 from rich.console import Console
 from support import SMALL
 
-from dsa_verify.errors import UsageError
-from fuzz import executors
-from fuzz.campaign import Limits, run_campaign
-from fuzz.campaign_live import Display
-from fuzz.campaign_report import report_lines
-from fuzz.executors import Pool, open_pool
-from fuzz.locks import holder
-from fuzz.plan import settle_plan
-from fuzz.shard_folder import shard_folder
-from fuzz.supervise import FolderUnseen, supervise_in_slot
+from dsa_verify.base.errors import UsageError
+from fuzz.campaign import executors
+from fuzz.campaign.campaign import Limits, run_campaign
+from fuzz.campaign.display import Display
+from fuzz.campaign.executors import Pool, open_pool
+from fuzz.campaign.locks import holder
+from fuzz.campaign.plan import settle_plan
+from fuzz.campaign.report import report_lines
+from fuzz.campaign.shard_folder import shard_folder
+from fuzz.campaign.supervisor import FolderUnseen, supervise_in_slot
 
 HERE = Path(__file__).parent
 SHARDS = 3

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from played import PYTHONPATH, facts_of, plan_of, run, shown, values_of
 
-from dsa_verify.errors import HarnessError, UsageError
-from fuzz import campaign as campaign_module
-from fuzz import executors
-from fuzz.executors import Pool, Worker, check_worker, look_around, open_pool
-from fuzz.plan import read_plan, settle_plan
-from fuzz.shard_folder import shard_folder
-from fuzz.supervise import FolderUnseen, slot, supervise_in_slot
+from dsa_verify.base.errors import HarnessError, UsageError
+from fuzz.campaign import campaign as campaign_module
+from fuzz.campaign import executors
+from fuzz.campaign.executors import Pool, Worker, check_worker, look_around, open_pool
+from fuzz.campaign.plan import read_plan, settle_plan
+from fuzz.campaign.shard_folder import shard_folder
+from fuzz.campaign.supervisor import FolderUnseen, slot, supervise_in_slot
 
 
 @pytest.fixture(autouse=True)

@@ -16,17 +16,17 @@ import pytest
 from click.testing import CliRunner
 from played import ROUNDS, SHARDS, facts_of, plan_of, run, shown, values_of
 
-from dsa_verify.report import files
-from fuzz import campaign as campaign_module
-from fuzz import supervise as supervise_module
-from fuzz.campaign import main
-from fuzz.locks import held
-from fuzz.merge import merge
-from fuzz.plan import settle_plan
-from fuzz.shard import ORDERLY, STATUS_NO_ROOM, CaseNotSaved, _status_of
-from fuzz.shard_folder import attempts_in, findings_in, read_json, shard_folder, write_json
-from fuzz.store import STORE_FILE, note_recheck
-from fuzz.supervise import _End, _Watch, supervise
+from dsa_verify.base import writable as files
+from fuzz.campaign import campaign as campaign_module
+from fuzz.campaign import supervisor as supervise_module
+from fuzz.campaign.campaign import main
+from fuzz.campaign.index import STORE_FILE, note_recheck
+from fuzz.campaign.locks import held
+from fuzz.campaign.merge import merge
+from fuzz.campaign.plan import settle_plan
+from fuzz.campaign.shard_folder import CaseNotSaved, attempts_in, findings_in, read_json, shard_folder, write_json
+from fuzz.campaign.supervisor import _End, _Watch, supervise
+from fuzz.campaign.worker_main import ORDERLY, STATUS_NO_ROOM, _status_of
 
 pytestmark = pytest.mark.usefixtures("played_shards")
 
@@ -142,7 +142,7 @@ def test_a_damaged_shard_hides_no_other(ended: Path, wrong: dict[str, Any]) -> N
 def test_a_store_that_another_process_keeps_is_told(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sqlite3
 
-    from fuzz import store as store_module
+    from fuzz.campaign import index as store_module
 
     monkeypatch.setattr(store_module, "LOCK_WAIT_S", 0.01)
     with sqlite3.connect(ended / STORE_FILE, isolation_level=None) as other:
@@ -193,7 +193,7 @@ def test_a_shard_whose_case_cannot_be_saved_has_no_room(capsys: pytest.CaptureFi
 
 def test_a_log_that_is_full_is_no_death(tmp_path: Path) -> None:
     """What a shard cannot say must not end it otherwise than in order: that would be a crash of the subject."""
-    line = [sys.executable, "-m", "fuzz.shard", str(tmp_path)]
+    line = [sys.executable, "-m", "fuzz.campaign.worker_main", str(tmp_path)]
     with (
         Path("/dev/full").open("w") as full,
         subprocess.Popen(line, stdin=subprocess.PIPE, stdout=full, stderr=full) as process,
@@ -202,7 +202,7 @@ def test_a_log_that_is_full_is_no_death(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_under_the_store_is_told(ended: Path) -> None:
-    from fuzz.store import Store
+    from fuzz.campaign.index import Store
 
     with Store(ended) as store:
         store._connection.execute("PRAGMA max_page_count = 1")
@@ -318,10 +318,10 @@ def test_a_case_that_cannot_be_repeated_is_not_called_flaky(tmp_path: Path, monk
 
 
 def test_a_shard_that_is_interrupted_says_so(tmp_path: Path) -> None:
-    """`python -m fuzz.shard` by hand, and Ctrl-C."""
+    """`python -m fuzz.campaign.worker_main` by hand, and Ctrl-C."""
     folder = folder_of(tmp_path / "campaign", "gets SIGINT")
     write_json(folder / "spec.json", plan_of("gets SIGINT").shard(0).to_dict())
-    line = [sys.executable, "-m", "fuzz.shard", str(folder)]
+    line = [sys.executable, "-m", "fuzz.campaign.worker_main", str(folder)]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         said = process.stderr.read().decode()

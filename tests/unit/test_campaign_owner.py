@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from played import HELD_AT, PYTHONPATH, hold, is_held, let_go, plan_of, wait_until
 
-from fuzz import locks, supervise
-from fuzz.locks import FolderInUse, held, holder, owned
-from fuzz.shard_folder import attempts_in, findings_in, read_json, shard_folder, signs_of_life, write_json
-from fuzz.supervise import give_up
+from fuzz.campaign import locks
+from fuzz.campaign import supervisor as supervise
+from fuzz.campaign.locks import FolderInUse, held, holder, owned
+from fuzz.campaign.shard_folder import attempts_in, findings_in, read_json, shard_folder, signs_of_life, write_json
+from fuzz.campaign.supervisor import give_up
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +56,7 @@ def test_the_shard_of_a_dead_owner_is_free(folder: Path) -> None:
     code = f"""
 from pathlib import Path
 import os, signal
-from fuzz.locks import owned
+from fuzz.campaign.locks import owned
 with owned(Path({str(folder)!r}), patience_s=1.0, over=lambda: False) as ours:
     assert ours
     os.kill(os.getpid(), signal.SIGKILL)

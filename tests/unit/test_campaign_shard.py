@@ -13,26 +13,25 @@ import pytest
 import torch
 from support import DEVICE, SMALL, EagerDecode, decode_round, job_of
 
-from dsa_verify import compilations
-from dsa_verify import verify as verify_module
-from dsa_verify.confirm import confirm
-from dsa_verify.errors import HarnessError, OutOfMemory
-from dsa_verify.findings import Finding
-from dsa_verify.job import Job
-from dsa_verify.memory import lack_of_memory
-from dsa_verify.scenario import Round, read_case
-from dsa_verify.whole_files import write_whole
-from fuzz import shard_work
-from fuzz import supervise as supervise_module
-from fuzz import trials as trials_module
-from fuzz.campaign_report import summary
-from fuzz.journal import Journal, JournalledJob, Stopped
-from fuzz.plan import Plan, ShardSpec, settle_plan
-from fuzz.shard import ShardResult
-from fuzz.shard_folder import findings_in, read_progress, shard_folder
-from fuzz.shard_work import work_shard
-from fuzz.store import Store
-from fuzz.supervise import supervise
+from dsa_verify.base.atomic_write import write_whole
+from dsa_verify.base.errors import HarnessError, OutOfMemory
+from dsa_verify.base.out_of_memory import lack_of_memory
+from dsa_verify.contract.finding import Finding
+from dsa_verify.contract.round import Round, read_case
+from dsa_verify.diagnosis.confirm import confirm
+from dsa_verify.replay import compilations
+from dsa_verify.replay.setup import Job
+from dsa_verify.run import verify as verify_module
+from fuzz.campaign import supervisor as supervise_module
+from fuzz.campaign import worker as shard_work
+from fuzz.campaign.index import Store
+from fuzz.campaign.journal import Journal, JournalledJob, Stopped
+from fuzz.campaign.plan import Plan, ShardSpec, settle_plan
+from fuzz.campaign.report import summary
+from fuzz.campaign.shard_folder import ShardResult, findings_in, read_progress, shard_folder
+from fuzz.campaign.supervisor import supervise
+from fuzz.campaign.worker import work_shard
+from fuzz.reduce import trials as trials_module
 
 HERE = Path(__file__).parent
 ROUNDS = 32

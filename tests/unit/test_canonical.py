@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dsa_verify.canonical import UNUSED, CanonicalItems
+from dsa_verify.judge.normalise import UNUSED, CanonicalItems
 
 DEVICE = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
 

@@ -15,21 +15,21 @@ import pytest
 import torch
 from support import DEVICE, EagerDecode, backend, small
 
-from dsa_verify.cli import main
-from dsa_verify.confirm import confirm
-from dsa_verify.errors import STATUS_MISMATCH, UsageError
-from dsa_verify.findings import Diagnosis, Finding
-from dsa_verify.geometry import Geometry
-from dsa_verify.job import Job
+from dsa_verify.base.errors import STATUS_MISMATCH, UsageError
+from dsa_verify.cli.main import main
+from dsa_verify.contract.finding import Diagnosis, Finding
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round import Scenario, parse_case, read_case
+from dsa_verify.contract.subject import Buffers, Inputs
+from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.overlay import Overlay
 from dsa_verify.overlay.pages import list_pages
 from dsa_verify.overlay.ring import CaptureRing
 from dsa_verify.overlay.ring_case import MAX_CASE_BYTES, Recorded, to_case
-from dsa_verify.scenario import Scenario, parse_case, read_case
-from dsa_verify.subject import Buffers, Inputs
-from dsa_verify.systems import SYSTEMS
-from fuzz.shrink import shrink
-from fuzz.trials import Signature
+from dsa_verify.replay.setup import Job
+from dsa_verify.systems.catalogue import SYSTEMS
+from fuzz.reduce.shrink import shrink
+from fuzz.reduce.trials import Signature
 from oracles.padded import PaddedOracle
 
 ROOT = Path(__file__).parents[2]

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from dsa_verify import faults
-from dsa_verify.errors import UsageError
-from dsa_verify.findings import Diagnosis
-from dsa_verify.geometry import Geometry
-from dsa_verify.scenario import Scenario, read_case
-from dsa_verify.systems import SYSTEMS
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.finding import Diagnosis
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round import Scenario, read_case
+from dsa_verify.subjects import faults
+from dsa_verify.systems.catalogue import SYSTEMS
 from fuzz.cases import caught, paths
 
 PATHS = paths()

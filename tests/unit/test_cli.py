@@ -14,11 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from dsa_verify import verify, version, whole_files
-from dsa_verify.commands import new
-from dsa_verify.faults import conduct, names, systems_of
+from dsa_verify.base import atomic_write as whole_files
+from dsa_verify.base import version
+from dsa_verify.cli import new
 from dsa_verify.report.terminal import counted
-from dsa_verify.systems import systems_to_run
+from dsa_verify.run import verify
+from dsa_verify.subjects.faults import conduct, names, systems_of
+from dsa_verify.systems.catalogue import systems_to_run
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--preset", "tiny", "--batch", "4", "--draft-tokens", "4")
@@ -304,7 +306,7 @@ def test_a_lost_device_is_status_5_and_keeps_the_results(tmp_path: Path) -> None
     command = [
         sys.executable,
         "-m",
-        "dsa_verify.cli",
+        "dsa_verify.cli.main",
         "replay",
         "--system",
         "decode",
@@ -323,7 +325,7 @@ def test_a_lost_device_is_status_5_and_keeps_the_results(tmp_path: Path) -> None
 
 def in_shell(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
     """`line`, in which `$DSA` is the command."""
-    environment = os.environ | {"DSA": f"{sys.executable} -m dsa_verify.cli", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"DSA": f"{sys.executable} -m dsa_verify.cli.main", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         ["bash", "-c", line], cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
@@ -469,14 +471,14 @@ def test_an_interrupt_is_status_130_and_keeps_the_results(
 def test_the_users_folder_hides_no_other_module(tmp_path: Path) -> None:
     for name in ("json", "queue", "torch", "oracles"):
         (tmp_path / f"{name}.py").write_text("raise OSError('the module of the user')\n")
-    (tmp_path / "mine.py").write_text("from dsa_verify.pipelines.basic import Decode as Mine\n")
-    command = f'{sys.executable} -Pc "from dsa_verify.cli import main; main()"'
+    (tmp_path / "mine.py").write_text("from dsa_verify.subjects.pipelines.basic import Decode as Mine\n")
+    command = f'{sys.executable} -Pc "from dsa_verify.cli.main import main; main()"'
     done = in_shell(tmp_path, f"{command} {ONE} --subject mine:Mine")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_module_of_the_users_own_is_loaded(dsa_verify: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "of_my_own.py").write_text("from dsa_verify.pipelines.basic import Decode as Mine\n")
+    (tmp_path / "of_my_own.py").write_text("from dsa_verify.subjects.pipelines.basic import Decode as Mine\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     status, text = dsa_verify(
         "replay",
@@ -499,7 +501,7 @@ def test_kernels_that_compile_while_rounds_run_are_a_finding_unless_they_may(
     dsa_verify: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "compiles_late.py").write_text(
-        "from dsa_verify import compilations\nfrom dsa_verify.pipelines.basic import Decode\n"
+        "from dsa_verify import compilations\nfrom dsa_verify.subjects.pipelines.basic import Decode\n"
         "class Late(Decode):\n    def before_replay(self):\n        compilations._note(None, {})\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -519,7 +521,7 @@ def test_a_lack_of_memory_is_no_finding(
     dsa_verify: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     (tmp_path / f"greedy_{call[:4]}.py").write_text(
-        "import torch\nfrom dsa_verify.pipelines.basic import Decode\n"
+        "import torch\nfrom dsa_verify.subjects.pipelines.basic import Decode\n"
         f"class Greedy(Decode):\n    def {call}:\n        torch.empty(1 << 60, dtype=torch.uint8)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -11,14 +11,14 @@ import pytest
 import torch
 from support import EagerDecode, decode_round, job_of
 
-from dsa_verify import compilations
-from dsa_verify.engines import engine_subjects
-from dsa_verify.findings import Diagnosis, Finding
-from dsa_verify.geometry import Geometry
-from dsa_verify.scenario import read_case
-from dsa_verify.subject import Buffers, Inputs
-from dsa_verify.verify import Counts, verify_rounds
-from dsa_verify.waivers import NO_WAIVERS, Ledger, choose_ledger
+from dsa_verify.contract.finding import Diagnosis, Finding
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round import read_case
+from dsa_verify.contract.subject import Buffers, Inputs
+from dsa_verify.replay import compilations
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.systems.engines import engine_subjects
+from dsa_verify.waivers.waivers import NO_WAIVERS, Ledger, choose_ledger
 
 ROUNDS = [decode_round(4, 5 + i, 6) for i in range(5)]
 DIVISIBLE = [["tt.divisibility", 16]]
@@ -98,7 +98,7 @@ def test_what_a_triton_does_not_tell_is_left_out() -> None:
 
 
 def test_kernels_of_the_harness_are_not_noted() -> None:
-    compilations._note(SimpleNamespace(module="dsa_verify.tiles", name="_judge_kernel"), {})
+    compilations._note(SimpleNamespace(module="dsa_verify.buffers.region_kernels", name="_judge_kernel"), {})
     assert compilations._seen == []
 
 

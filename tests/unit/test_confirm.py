@@ -6,12 +6,12 @@ import pytest
 import torch
 from support import EagerDecode, decode_round, job_of, small
 
-from dsa_verify.confirm import confirm
-from dsa_verify.errors import UsageError
-from dsa_verify.findings import Diagnosis, Finding
-from dsa_verify.geometry import Geometry
-from dsa_verify.scenario import Round
-from dsa_verify.subject import Buffers, Inputs
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.finding import Diagnosis, Finding
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round import Round
+from dsa_verify.contract.subject import Buffers, Inputs
+from dsa_verify.diagnosis.confirm import confirm
 
 LENGTHS = "cache_seqlens_int32"
 ROUNDS = [decode_round(4, 17, 5, 30), decode_round(4, 18, 6, 31)]

@@ -18,8 +18,9 @@ import torch
 from click.testing import CliRunner
 from support import DEVICE, backend
 
-from dsa_verify import dcp_ranks
-from dsa_verify.dcp_rules import (
+from dsa_verify.base.errors import STATUS_NOTHING_VERIFIED, UsageError
+from dsa_verify.cli import dcp_ranks
+from dsa_verify.contract.dcp import (
     MERGE_BOUND,
     allocated_pages,
     check_dcp_geometry,
@@ -28,17 +29,16 @@ from dsa_verify.dcp_rules import (
     index_page_bytes,
     local_rows,
 )
-from dsa_verify.errors import STATUS_NOTHING_VERIFIED, UsageError
-from dsa_verify.findings import Diagnosis, Finding
-from dsa_verify.geometry import Geometry
-from dsa_verify.job import Job
-from dsa_verify.layouts.dcp import dcp
-from dsa_verify.pipelines import dcp as pipeline
-from dsa_verify.pipelines.dcp import Dcp, Place, PrefixRanges
-from dsa_verify.scenario import Round
-from dsa_verify.subject import Inputs
-from dsa_verify.systems import SYSTEMS
-from dsa_verify.verify import Counts, verify_rounds
+from dsa_verify.contract.finding import Diagnosis, Finding
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round import Round
+from dsa_verify.contract.subject import Inputs
+from dsa_verify.replay.setup import Job
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.subjects.pipelines import dcp as pipeline
+from dsa_verify.subjects.pipelines.dcp import Dcp, Place, PrefixRanges
+from dsa_verify.systems.catalogue import SYSTEMS
+from dsa_verify.systems.dcp import dcp
 from oracles import dcp as oracle
 from oracles import dcp_referee as referee
 
@@ -631,10 +631,10 @@ def test_wrong_versions_are_caught(wrong: type, shares: set[str]) -> None:
 
 RANKS = """
 import os
-from dsa_verify import dcp_ranks
+from dsa_verify.cli import dcp_ranks
 print("statuses", dcp_ranks.verify("gloo", 1, 0), end=" ")
-from dsa_verify.dcp_rank_run import RankRun
-from dsa_verify.pipelines.dcp_rank import DcpRank
+from dsa_verify.replay.dcp_rank import RankRun
+from dsa_verify.subjects.pipelines.dcp_rank import DcpRank
 
 class SendsAnothersPrefix(DcpRank):
     def _gather_prefix(self):

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import pytest
 
-from dsa_verify import cli
-from dsa_verify.device import settle_device
-from dsa_verify.scenario import read_case
-from dsa_verify.verify import JOURNAL_ROUNDS
+from dsa_verify.base.device import settle_device
+from dsa_verify.cli import main as cli
+from dsa_verify.contract.round import read_case
+from dsa_verify.run.verify import JOURNAL_ROUNDS
 
 ROOT = Path(__file__).parents[2]
 KILLS = int(os.environ.get("DSA_VERIFY_KILLS", "3"))
@@ -34,7 +34,7 @@ WARM_UPS, STRIKE = 2, 3
 # Each strikes once, in a given call of before_replay of bucket 1, of which the first WARM_UPS are no rounds.
 SUBJECTS = """
 import ctypes, os, signal, sys, threading, time
-from dsa_verify.pipelines.basic import Decode
+from dsa_verify.subjects.pipelines.basic import Decode
 
 class Late(Decode):
     calls, at, struck = 0, {at}, False
@@ -134,13 +134,13 @@ def round_of(call: int, case: Path) -> int:
 @pytest.fixture(scope="module")
 def imported() -> None:
     """What a run imports, some of it late, so that none of those below has to."""
-    for module in ("dsa_verify.commands.replay", "dsa_verify.report.ends", "fuzz.command"):
+    for module in ("dsa_verify.cli.replay", "dsa_verify.report.ends", "dsa_verify.cli.fuzz"):
         importlib.import_module(module)
-    from dsa_verify.geometry import Geometry
+    from dsa_verify.contract.geometry import Geometry
     from dsa_verify.graphs import open_backend
-    from dsa_verify.matrix import diagnostic_matrix
-    from dsa_verify.runs import Runner, open_run
-    from dsa_verify.systems import get_system
+    from dsa_verify.rounds.matrix import diagnostic_matrix
+    from dsa_verify.run.runner import Runner, open_run
+    from dsa_verify.systems.catalogue import get_system
 
     backend = open_backend(settle_device("cpu"))
     configs = diagnostic_matrix(get_system("decode"), Geometry.resolve("tiny"), rounds=1, batches=(1,))
@@ -283,7 +283,7 @@ def test_what_was_found_before_the_end_is_not_lost(run: Run, tmp_path: Path) -> 
     """Findings of an earlier configuration stand in the results of a run that a later one ends."""
     (tmp_path / "both.py").write_text("""
 import os
-from dsa_verify.pipelines.basic import TargetVerify
+from dsa_verify.subjects.pipelines.basic import TargetVerify
 
 class Both(TargetVerify):
     def allocate(self, geometry, inputs, buffers):
@@ -336,7 +336,7 @@ def start(folder: Path, *command: str) -> subprocess.Popen[str]:
 
 def test_the_command_itself_is_supervised(tmp_path: Path) -> None:
     strike_in(STRIKE, tmp_path)
-    assert start(tmp_path, "dsa_verify.cli", "replay", *SMALL, "--subject", "mine:Exits").wait() == 1
+    assert start(tmp_path, "dsa_verify.cli.main", "replay", *SMALL, "--subject", "mine:Exits").wait() == 1
     assert ENDS["Exits"][1].partition("%")[0] in (tmp_path / "out").read_text()
 
 
@@ -350,8 +350,8 @@ def test_wrong(dsa): dsa.verify("decode", Wrong, batches=(1,), rounds=2)
 def test_long(dsa): dsa.verify("decode", batches=(1,), rounds=1_000_000)
 """
 VICTIMS = (
-    ("dsa_verify.cli", "replay", "--preset", "tiny", "--fault", "skip_refresh", "--keep-going"),
-    ("dsa_verify.cli", "fuzz", *SMALL, "--rounds", "100000000"),
+    ("dsa_verify.cli.main", "replay", "--preset", "tiny", "--fault", "skip_refresh", "--keep-going"),
+    ("dsa_verify.cli.main", "fuzz", *SMALL, "--rounds", "100000000"),
     ("pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "--dsa-device=cpu", "-q", "test_mine.py"),
 )
 

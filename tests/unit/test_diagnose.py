@@ -10,16 +10,17 @@ import pytest
 import torch
 from support import small
 
-from dsa_verify.arena import GUARD_WORD
-from dsa_verify.contract import Layout
-from dsa_verify.diagnose import Evidence, Moment, describe_place, diagnose_field, explain_guard
-from dsa_verify.findings import Diagnosis
-from dsa_verify.judge import Difference, Phase
-from dsa_verify.owners import Owner, held_in
-from dsa_verify.poison import plausible_words
-from dsa_verify.regions import LOUD_WORD, Kind, Region
-from dsa_verify.rounds import token_slots
-from dsa_verify.systems import SYSTEMS
+from dsa_verify.buffers.arena import GUARD_WORD
+from dsa_verify.buffers.poison import plausible_words
+from dsa_verify.buffers.region import LOUD_WORD, Kind, Region
+from dsa_verify.contract.finding import Diagnosis
+from dsa_verify.contract.layout import Layout
+from dsa_verify.contract.owners import Owner, held_in
+from dsa_verify.contract.round_table import token_slots
+from dsa_verify.diagnosis.diagnose import describe_place, diagnose_field, explain_guard
+from dsa_verify.diagnosis.evidence import Evidence, Moment
+from dsa_verify.judge.judge import Difference, Phase
+from dsa_verify.systems.catalogue import SYSTEMS
 
 BUCKET, N = 3, 4
 GEOMETRY = small(draft_tokens=N, context=60, topk=32, pool_size=1)

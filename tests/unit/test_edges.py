@@ -13,22 +13,23 @@ import pytest
 import torch
 from support import DEVICE, EagerDecode, backend, small
 
-from dsa_verify import cli, input_memory
-from dsa_verify import diagnose as diagnose_module
-from dsa_verify import edges as edges_module
-from dsa_verify.arena import GUARD_WORD, Arena
-from dsa_verify.edges import Edge, EdgeKind, edges, why_not_here
-from dsa_verify.errors import DeviceLost
-from dsa_verify.findings import Diagnosis
-from dsa_verify.geometry import TABLE_GAP, Geometry
-from dsa_verify.matrix import EMPTY_SYSTEMS, Config, undefined_when_empty
-from dsa_verify.pipelines.dcp import Dcp, Place
-from dsa_verify.regions import LOUD_WORD
-from dsa_verify.rounds import token_slots
-from dsa_verify.runs import Run, Runner, open_run
-from dsa_verify.scenario import read_case
-from dsa_verify.static_inputs import KV_WORDS
-from dsa_verify.systems import SYSTEMS, get_system
+from dsa_verify.base.errors import DeviceLost
+from dsa_verify.buffers import input_memory
+from dsa_verify.buffers.arena import GUARD_WORD, Arena
+from dsa_verify.buffers.region import LOUD_WORD
+from dsa_verify.cli import main as cli
+from dsa_verify.contract.finding import Diagnosis
+from dsa_verify.contract.geometry import TABLE_GAP, Geometry
+from dsa_verify.contract.round import read_case
+from dsa_verify.contract.round_table import token_slots
+from dsa_verify.contract.static_inputs import KV_WORDS
+from dsa_verify.diagnosis import diagnose as diagnose_module
+from dsa_verify.rounds import edge_configs as edges_module
+from dsa_verify.rounds.edge_configs import Edge, EdgeKind, edges, why_not_here
+from dsa_verify.rounds.matrix import EMPTY_SYSTEMS, Config, undefined_when_empty
+from dsa_verify.run.runner import Run, Runner, open_run
+from dsa_verify.subjects.pipelines.dcp import Dcp, Place
+from dsa_verify.systems.catalogue import SYSTEMS, get_system
 
 CPU = torch.device("cpu")
 COPIED = ("decode", "target_verify", "draft_extend", "mtp")  # whose page tables a copy may meet with gaps

@@ -9,17 +9,24 @@ import pytest
 import torch
 from support import DEVICE, small
 
-from dsa_verify.diagnose import explain_guard
-from dsa_verify.feed import Feed
-from dsa_verify.findings import Diagnosis
-from dsa_verify.geometry import INDEX_DTYPES, INPUT_VIEWS, PADDED_MODES, Geometry
-from dsa_verify.judge import Difference, Phase, expected_words, live_words
-from dsa_verify.matrix import REMAPS_PER_ROUND, Config
-from dsa_verify.regions import Kind, guard_regions, input_regions
-from dsa_verify.rounds import PAD_REQUEST, RoundTable, rows_per_request, seq_len_fill, tabulate, token_slots
-from dsa_verify.scenario import POISONS, Round
-from dsa_verify.subject import Inputs
-from dsa_verify.systems import SYSTEMS
+from dsa_verify.buffers.input_buffers import Feed
+from dsa_verify.buffers.region import Kind, guard_regions, input_regions
+from dsa_verify.contract.finding import Diagnosis
+from dsa_verify.contract.geometry import INDEX_DTYPES, INPUT_VIEWS, PADDED_MODES, Geometry
+from dsa_verify.contract.round import POISONS, Round
+from dsa_verify.contract.round_table import (
+    PAD_REQUEST,
+    RoundTable,
+    rows_per_request,
+    seq_len_fill,
+    tabulate,
+    token_slots,
+)
+from dsa_verify.contract.subject import Inputs
+from dsa_verify.diagnosis.diagnose import explain_guard
+from dsa_verify.judge.judge import Difference, Phase, expected_words, live_words
+from dsa_verify.rounds.matrix import REMAPS_PER_ROUND, Config
+from dsa_verify.systems.catalogue import SYSTEMS
 
 WIDEST = 6
 

@@ -8,19 +8,19 @@ import pytest
 import torch
 from support import DEVICE, EagerDecode, backend, decode_round, job_of, small
 
-from dsa_verify.errors import UsageError
-from dsa_verify.findings import Diagnosis, Finding
-from dsa_verify.geometry import Geometry
-from dsa_verify.matrix import diagnostic_matrix
-from dsa_verify.runs import Runner, open_run
-from dsa_verify.scenario import Round, parse_case, read_case
-from dsa_verify.subject import Buffers, Inputs
-from dsa_verify.systems import SYSTEMS
-from dsa_verify.verify import Counts, verify_rounds
-from fuzz.explain import explain
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.finding import Diagnosis, Finding
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round import Round, parse_case, read_case
+from dsa_verify.contract.subject import Buffers, Inputs
+from dsa_verify.rounds.matrix import diagnostic_matrix
+from dsa_verify.run.runner import Runner, open_run
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.systems.catalogue import SYSTEMS
 from fuzz.fuzzer import fuzz
-from fuzz.shrink import shrink
-from fuzz.trials import Signature
+from fuzz.reduce.sensitivity import explain
+from fuzz.reduce.shrink import shrink
+from fuzz.reduce.trials import Signature
 
 ROUNDS = [
     decode_round(4, 5, 17, 37, 1),

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 import pytest
 from test_ragged_verify import Bench
 
-from dsa_verify.geometry import Geometry
-from dsa_verify.matrix import diagnostic_matrix
-from dsa_verify.scenario import Round
-from dsa_verify.schedules import VARIANTS
-from dsa_verify.systems import SYSTEMS
-from dsa_verify.topk_plan_rules import PLAN_RULES
-from fuzz.boundaries import Kind, boundaries, has_plan, marks
-from fuzz.coverage import Coverage
-from fuzz.world import World
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round import Round
+from dsa_verify.contract.schedule_variants import VARIANTS
+from dsa_verify.contract.topk_plan import PLAN_RULES
+from dsa_verify.rounds.matrix import diagnostic_matrix
+from dsa_verify.systems.catalogue import SYSTEMS
+from fuzz.engine.boundaries import Kind, boundaries, has_plan, marks
+from fuzz.engine.coverage import Coverage
+from fuzz.engine.world import World
 from oracles.ragged_verify import RaggedVerifyOracle
 
 RULES = {"context": 203, "indexer": True, "multiprocessors": 5, "schedule": "tiny", "plan_rules": "tiny"}

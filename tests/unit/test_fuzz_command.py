@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 from support import DEVICE, EagerDecode, backend, job_of, small
 
-from dsa_verify.errors import STATUS_EQUAL, STATUS_MISMATCH, UsageError
-from dsa_verify.geometry import Geometry
-from dsa_verify.job import Job
-from dsa_verify.scenario import read_case
-from dsa_verify.subject import Buffers, Inputs
-from dsa_verify.systems import SYSTEMS
-from fuzz import command
-from fuzz.coverage import Coverage
-from fuzz.expansion import expand
+from dsa_verify.base.errors import STATUS_EQUAL, STATUS_MISMATCH, UsageError
+from dsa_verify.cli import fuzz as command
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round import read_case
+from dsa_verify.contract.subject import Buffers, Inputs
+from dsa_verify.replay.setup import Job
+from dsa_verify.systems.catalogue import SYSTEMS
+from fuzz.engine.bulk_rounds import resident_chunks
+from fuzz.engine.coverage import Coverage
+from fuzz.engine.expansion import expand
+from fuzz.engine.strategies import spec_at
 from fuzz.fuzzer import fuzz
-from fuzz.resident import resident_chunks
-from fuzz.strategies import spec_at
 
 SMALL = ("context=37", "request_rows=9", "topk=8")
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from dsa_verify.errors import UsageError
-from dsa_verify.geometry import INDEX_DTYPES, INPUT_VIEWS, LOG_BASES, PADDED_MODES, TABLE_VIEWS, parse_settings
-from dsa_verify.matrix import DCP_SIZES, Config
-from dsa_verify.systems import SYSTEMS, settled_geometry
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.geometry import INDEX_DTYPES, INPUT_VIEWS, LOG_BASES, PADDED_MODES, TABLE_VIEWS, parse_settings
+from dsa_verify.rounds.matrix import DCP_SIZES, Config
+from dsa_verify.systems.catalogue import SYSTEMS, settled_geometry
 from fuzz.configurations import (
     ARCHITECTURES,
     DRAFT_STEPS,
@@ -26,9 +26,9 @@ from fuzz.configurations import (
     describe,
     visited,
 )
-from fuzz.coverage import Coverage
-from fuzz.limits import most_requests
-from fuzz.world import World
+from fuzz.engine.coverage import Coverage
+from fuzz.engine.limits import most_requests
+from fuzz.engine.world import World
 
 DEVICES = ("cpu", "cuda")
 everywhere = pytest.mark.parametrize("system, device", list(itertools.product(sorted(SYSTEMS), DEVICES)))

@@ -6,15 +6,15 @@ import pytest
 from support import EagerDecode, decode_round, job_of, small
 from test_fuzz_expansion import configurations
 
-from dsa_verify.contract import Lifetime
-from dsa_verify.errors import UsageError
-from dsa_verify.findings import Diagnosis
-from dsa_verify.geometry import Geometry
-from dsa_verify.scenario import Round
-from dsa_verify.systems import SYSTEMS
-from fuzz.coverage import Coverage, say
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.finding import Diagnosis
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.layout import Lifetime
+from dsa_verify.contract.round import Round
+from dsa_verify.systems.catalogue import SYSTEMS
+from fuzz.engine.coverage import Coverage, say
+from fuzz.engine.world import World
 from fuzz.fuzzer import fuzz
-from fuzz.world import World
 
 PAGE = 4
 TABLE = f"columns of {PAGE}"

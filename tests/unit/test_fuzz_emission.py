@@ -9,15 +9,15 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from dsa_verify.errors import UsageError
-from dsa_verify.geometry import Geometry
-from dsa_verify.matrix import CHUNK_ROUNDS, REMAPS_PER_ROUND, Config, diagnostic_matrix
-from dsa_verify.rounds import tabulate
-from dsa_verify.scenario import Round
-from dsa_verify.systems import SYSTEMS, settled_geometry
-from fuzz.coverage import SAME_PAGES, TENANTS, Coverage
-from fuzz.regimes import AIMED, ENGINE
-from fuzz.world import World
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round import Round
+from dsa_verify.contract.round_table import tabulate
+from dsa_verify.rounds.matrix import CHUNK_ROUNDS, REMAPS_PER_ROUND, Config, diagnostic_matrix
+from dsa_verify.systems.catalogue import SYSTEMS, settled_geometry
+from fuzz.engine.coverage import SAME_PAGES, TENANTS, Coverage
+from fuzz.engine.steps import AIMED, ENGINE
+from fuzz.engine.world import World
 
 # (device, batch): small ones, and as wide as is fuzzed for long on either.
 BATCHES = [("cuda", 4), ("cuda", 16), ("cuda", 48), ("cpu", 6)]

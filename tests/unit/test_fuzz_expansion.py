@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import DEVICE
 
-from dsa_verify.geometry import Geometry
-from dsa_verify.matrix import REMAPS_PER_ROUND
-from dsa_verify.rounds import pages_before_writes
-from dsa_verify.scenario import Scenario, parse_case
-from fuzz.expansion import REGIMES, Lane, RoundSpec, below, bits, expand, expand_columns, regimes, word
-from fuzz.limits import undefined_when_empty
-from fuzz.strategies import spec_at, specs
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round import Scenario, parse_case
+from dsa_verify.contract.round_table import pages_before_writes
+from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
+from fuzz.engine.expansion import REGIMES, Lane, RoundSpec, below, bits, expand, expand_columns, regimes, word
+from fuzz.engine.limits import undefined_when_empty
+from fuzz.engine.strategies import spec_at, specs
 
 # (system, preset, geometry, buckets): each regime, count and refusal that a system of today has.
 CONFIGURATIONS = [

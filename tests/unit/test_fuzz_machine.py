@@ -8,10 +8,10 @@ import pytest
 from hypothesis import Phase, settings
 from support import SMALL, EagerDecode, job_of
 
-from dsa_verify.geometry import Geometry
-from dsa_verify.systems import SYSTEMS
-from fuzz.expansion import RoundSpec
-from fuzz.machine import PROFILES, Machine, machine_of, run
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.systems.catalogue import SYSTEMS
+from fuzz.engine.expansion import RoundSpec
+from fuzz.state_machine import PROFILES, Machine, machine_of, run
 
 EAGER = "support:EagerDecode"
 SHORT = settings(PROFILES["ci"], max_examples=3, stateful_step_count=8)

@@ -10,18 +10,18 @@ import pytest
 import torch
 from support import EagerDecode, backend, decode_round, job_of, small
 
-from dsa_verify import faults
-from dsa_verify.confirm import confirm
-from dsa_verify.contract import Layout
-from dsa_verify.errors import UsageError
-from dsa_verify.geometry import Geometry
-from dsa_verify.matrix import diagnostic_matrix
-from dsa_verify.scenario import Round, Scenario, parse_case
-from dsa_verify.subject import Buffers, Inputs
-from dsa_verify.systems import SYSTEMS
-from fuzz.explain import explain
-from fuzz.shrink import Shrunk, shrink
-from fuzz.trials import UNSCREENED, Signature, Trials
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.layout import Layout
+from dsa_verify.contract.round import Round, Scenario, parse_case
+from dsa_verify.contract.subject import Buffers, Inputs
+from dsa_verify.diagnosis.confirm import confirm
+from dsa_verify.rounds.matrix import diagnostic_matrix
+from dsa_verify.subjects import faults
+from dsa_verify.systems.catalogue import SYSTEMS
+from fuzz.reduce.sensitivity import explain
+from fuzz.reduce.shrink import Shrunk, shrink
+from fuzz.reduce.trials import UNSCREENED, Signature, Trials
 
 # Of these a confirmation shows nothing: the one strikes once a process, the other takes the device down.
 NOT_CONFIRMED = {"flaky", "lost_device"}

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from test_fuzz_expansion import configurations
 
-from dsa_verify.errors import UsageError
-from dsa_verify.geometry import Geometry
-from dsa_verify.rounds import pages_before_writes, token_slots
-from dsa_verify.scenario import Round, Scenario, parse_case
-from fuzz.boundaries import OTHER_PAGES, Boundary, Kind, boundaries, boundary_lengths, marks
-from fuzz.coverage import Coverage
-from fuzz.regimes import ENGINE
-from fuzz.world import MOST_WAITING, REUSES, World
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round import Round, Scenario, parse_case
+from dsa_verify.contract.round_table import pages_before_writes, token_slots
+from fuzz.engine.boundaries import OTHER_PAGES, Boundary, Kind, boundaries, boundary_lengths, marks
+from fuzz.engine.coverage import Coverage
+from fuzz.engine.steps import ENGINE
+from fuzz.engine.world import MOST_WAITING, REUSES, World
 
 TINY = Geometry.resolve("tiny", {"request_rows": 9})
 POOLED = Geometry.resolve("tiny_pool", {"draft_tokens": 3})

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsa_verify.errors import UsageError
-from dsa_verify.geometry import MAX_BATCH, MAX_CONTEXT_TOKENS, MAX_SLOTS, PRESETS, Geometry
-from dsa_verify.systems import SYSTEMS
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.geometry import MAX_BATCH, MAX_CONTEXT_TOKENS, MAX_SLOTS, PRESETS, Geometry
+from dsa_verify.systems.catalogue import SYSTEMS
 
 geometries = st.builds(
     lambda preset, overrides: Geometry.resolve(preset, overrides),

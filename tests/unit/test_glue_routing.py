@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from dsa_verify.glue_routing import (
+from dsa_verify.contract.glue_route import (
     GlueConditions,
     Preparation,
     Release,

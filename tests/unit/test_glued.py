@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from support import backend
 
-from dsa_verify.errors import UsageError
-from dsa_verify.findings import Diagnosis
-from dsa_verify.geometry import PADDED_MODES, Geometry
-from dsa_verify.glue_routing import Route
-from dsa_verify.job import Job
-from dsa_verify.pipelines.padded_glue import Glued
-from dsa_verify.scenario import Round
-from dsa_verify.systems import SYSTEMS
-from dsa_verify.verify import Counts, verify_rounds
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.finding import Diagnosis
+from dsa_verify.contract.geometry import PADDED_MODES, Geometry
+from dsa_verify.contract.glue_route import Route
+from dsa_verify.contract.round import Round
+from dsa_verify.replay.setup import Job
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.subjects.pipelines.padded_glue import Glued
+from dsa_verify.systems.catalogue import SYSTEMS
 
 PADDED = SYSTEMS["padded"]
 ROUNDS = [

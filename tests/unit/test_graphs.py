@@ -23,7 +23,7 @@ if not torch.cuda.is_available():
 import triton
 import triton.language as tl
 
-from dsa_verify.errors import CaptureError, ReplayError, UsageError
+from dsa_verify.base.errors import CaptureError, ReplayError, UsageError
 from dsa_verify.graphs import Backend, open_backend
 from dsa_verify.graphs.memory import POISON_BYTE
 

@@ -10,15 +10,18 @@ import pytest
 import torch
 from support import DEVICE, backend
 
-from dsa_verify.confirm import confirm
-from dsa_verify.errors import CaptureError, UsageError
-from dsa_verify.findings import Diagnosis
-from dsa_verify.geometry import Geometry
+from dsa_verify.base.errors import CaptureError, UsageError
+from dsa_verify.buffers.region import LOUD_WORD
+from dsa_verify.contract.finding import Diagnosis
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round import Round
+from dsa_verify.contract.subject import Buffers
+from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.graphs import Graph
-from dsa_verify.job import Job
-from dsa_verify.judge import Phase
-from dsa_verify.layouts.indexer import WRITE_PLAN
-from dsa_verify.pipelines.in_graph_verify import (
+from dsa_verify.judge.judge import Phase
+from dsa_verify.replay.setup import Job
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.subjects.pipelines.in_graph_verify import (
     AttentionFlags,
     Engine,
     Facts,
@@ -28,11 +31,8 @@ from dsa_verify.pipelines.in_graph_verify import (
     StaticBufferError,
     ineligibility,
 )
-from dsa_verify.regions import LOUD_WORD
-from dsa_verify.scenario import Round
-from dsa_verify.subject import Buffers
-from dsa_verify.systems import SYSTEMS
-from dsa_verify.verify import Counts, verify_rounds
+from dsa_verify.systems.catalogue import SYSTEMS
+from dsa_verify.systems.indexer import WRITE_PLAN
 
 VERIFY = SYSTEMS["target_verify"]
 FULL, POOLED = "paged_mqa_schedule_metadata", WRITE_PLAN + "pool_schedule_metadata"

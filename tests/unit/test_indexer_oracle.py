@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from dsa_verify.arena import Arena
-from dsa_verify.geometry import Geometry
-from dsa_verify.layouts.indexer import WRITE_PLAN
-from dsa_verify.matrix import shortest_seq_len
-from dsa_verify.rounds import token_slots
-from dsa_verify.schedules import VARIANTS
-from dsa_verify.subject import Inputs
-from dsa_verify.systems import SYSTEMS
-from dsa_verify.topk_plan_rules import PLAN_RULES
+from dsa_verify.buffers.arena import Arena
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round_table import token_slots
+from dsa_verify.contract.schedule_variants import VARIANTS
+from dsa_verify.contract.subject import Inputs
+from dsa_verify.contract.topk_plan import PLAN_RULES
+from dsa_verify.rounds.matrix import shortest_seq_len
+from dsa_verify.systems.catalogue import SYSTEMS
+from dsa_verify.systems.indexer import WRITE_PLAN
 from oracles import kpool_referee, referee, schedule_referee
 
 DEVICE = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")

@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 from support import backend
 
-from dsa_verify.errors import UsageError
-from dsa_verify.findings import Finding
-from dsa_verify.geometry import Geometry
-from dsa_verify.indexer_turns import INDEXED_PRESETS, SYSTEMS_WITH_INDEXER
-from dsa_verify.job import Job
-from dsa_verify.matrix import EMPTY_SYSTEMS, Config, diagnostic_matrix, undefined_when_empty
-from dsa_verify.pipelines import topk_plan
-from dsa_verify.pipelines.basic import Decode, TargetVerify
-from dsa_verify.schedules import VARIANTS, Unit
-from dsa_verify.subject import SubjectFactory
-from dsa_verify.systems import SYSTEMS, settled_geometry
-from dsa_verify.verify import Counts, verify_rounds
-from fuzz.boundaries import Kind, boundaries
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.finding import Finding
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.schedule_variants import VARIANTS, Unit
+from dsa_verify.contract.subject import SubjectFactory
+from dsa_verify.replay.setup import Job
+from dsa_verify.rounds.indexer_turns import INDEXED_PRESETS, SYSTEMS_WITH_INDEXER
+from dsa_verify.rounds.matrix import EMPTY_SYSTEMS, Config, diagnostic_matrix, undefined_when_empty
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.subjects.pipelines import topk_plan
+from dsa_verify.subjects.pipelines.basic import Decode, TargetVerify
+from dsa_verify.systems.catalogue import SYSTEMS, settled_geometry
+from fuzz.engine.boundaries import Kind, boundaries
 
 indexed_systems = pytest.mark.parametrize("name", SYSTEMS_WITH_INDEXER)
 
@@ -146,7 +146,7 @@ OURS = [
     (name, subject)
     for name in SYSTEMS_WITH_INDEXER
     for subject, reference in SYSTEMS[name].subjects.items()
-    if reference.startswith("dsa_verify.pipelines.") and subject != "triton"
+    if reference.startswith("dsa_verify.subjects.pipelines.") and subject != "triton"
 ]
 
 

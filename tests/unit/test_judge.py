@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import DEVICE
 
-from dsa_verify import judge as judge_module
-from dsa_verify.arena import GUARD_WORD
-from dsa_verify.contract import Dead
-from dsa_verify.judge import RING_ENTRIES, Judge, Phase, Tally
-from dsa_verify.regions import Kind, Region
-from dsa_verify.tiles import TileTable
+from dsa_verify.buffers.arena import GUARD_WORD
+from dsa_verify.buffers.region import Kind, Region
+from dsa_verify.buffers.region_kernels import TileTable
+from dsa_verify.contract.layout import Dead
+from dsa_verify.judge import judge as judge_module
+from dsa_verify.judge.judge import RING_ENTRIES, Judge, Phase, Tally
 
 ROUND = 7
 

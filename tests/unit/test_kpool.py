@@ -10,10 +10,9 @@ import pytest
 import torch
 from support import DEVICE, backend
 
-from dsa_verify.compilations import count_compilations
-from dsa_verify.errors import UsageError
-from dsa_verify.geometry import INDEX_DTYPES, INPUT_VIEWS, Geometry
-from dsa_verify.kpool_rules import (
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.geometry import INDEX_DTYPES, INPUT_VIEWS, Geometry
+from dsa_verify.contract.kpool import (
     Mode,
     candidates,
     check_lengths,
@@ -23,9 +22,10 @@ from dsa_verify.kpool_rules import (
     rows_per_request,
     shortest_length,
 )
-from dsa_verify.pipelines.kpool import update_pooled_views, update_write_plan
-from dsa_verify.rounds import token_slots
-from dsa_verify.subject import Inputs
+from dsa_verify.contract.round_table import token_slots
+from dsa_verify.contract.subject import Inputs
+from dsa_verify.replay.compilations import count_compilations
+from dsa_verify.subjects.pipelines.kpool import update_pooled_views, update_write_plan
 from oracles.extend_plan import DevicePlanner, HostPlanner
 from oracles.kpool import WritePlan, write_pooled_lengths, write_pooled_table
 from oracles.kpool_referee import (

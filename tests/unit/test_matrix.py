@@ -12,12 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import backend
 
-from dsa_verify.edges import edges
-from dsa_verify.engines import EngineSubject, engine_subjects
-from dsa_verify.errors import UsageError
-from dsa_verify.geometry import INDEX_DTYPES, INPUT_VIEWS, PADDED_MODES, WARM_UPS, Geometry
-from dsa_verify.job import Job
-from dsa_verify.matrix import (
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.geometry import INDEX_DTYPES, INPUT_VIEWS, PADDED_MODES, WARM_UPS, Geometry
+from dsa_verify.contract.round import POISONS, Round, parse_case
+from dsa_verify.contract.round_table import RoundTable, pages_before_writes, tabulate
+from dsa_verify.contract.subject import Buffers, Inputs
+from dsa_verify.contract.topk_plan import PLAN_RULES
+from dsa_verify.replay.setup import Job
+from dsa_verify.rounds.edge_configs import edges
+from dsa_verify.rounds.matrix import (
     CHUNK_ROUNDS,
     REMAPS_PER_ROUND,
     SCRIPTED_ROUNDS,
@@ -28,13 +31,11 @@ from dsa_verify.matrix import (
     is_undefined,
     shortest_seq_len,
 )
-from dsa_verify.pipelines.basic import Decode, DraftExtend
-from dsa_verify.rounds import RoundTable, pages_before_writes, tabulate
-from dsa_verify.scenario import POISONS, Round, parse_case
-from dsa_verify.subject import Buffers, Inputs
-from dsa_verify.systems import OF_OTHERS, SYSTEMS, System, settled_geometry
-from dsa_verify.topk_plan_rules import PLAN_RULES
-from dsa_verify.verify import Counts, verify_rounds
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.subjects.pipelines.basic import Decode, DraftExtend
+from dsa_verify.systems.catalogue import OF_OTHERS, SYSTEMS, settled_geometry
+from dsa_verify.systems.engines import EngineSubject, engine_subjects
+from dsa_verify.systems.system import System
 
 # `padded` has a matrix of its own shape, see below.
 ALIKE = {name: system for name, system in SYSTEMS.items() if name != "padded"}

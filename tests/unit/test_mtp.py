@@ -9,20 +9,20 @@ import pytest
 import torch
 from support import DEVICE, backend, slow_on_cpu
 
-from dsa_verify.arena import Arena
-from dsa_verify.errors import UsageError
-from dsa_verify.findings import Diagnosis
-from dsa_verify.geometry import Geometry
-from dsa_verify.job import Job
-from dsa_verify.layouts.indexer import SCHEDULED_LENGTHS, WRITE_PLAN, scheduled_lengths
-from dsa_verify.layouts.mtp import destination_buffers
-from dsa_verify.matrix import diagnostic_matrix
-from dsa_verify.pipelines.mtp import Destination, Mtp, Sibling, fused_copy, sibling_refusal
-from dsa_verify.regions import LOUD_WORD
-from dsa_verify.scenario import Round
-from dsa_verify.subject import Buffers
-from dsa_verify.systems import SYSTEMS
-from dsa_verify.verify import Counts, verify_rounds
+from dsa_verify.base.errors import UsageError
+from dsa_verify.buffers.arena import Arena
+from dsa_verify.buffers.region import LOUD_WORD
+from dsa_verify.contract.finding import Diagnosis
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round import Round
+from dsa_verify.contract.subject import Buffers
+from dsa_verify.replay.setup import Job
+from dsa_verify.rounds.matrix import diagnostic_matrix
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.subjects.pipelines.mtp import Destination, Mtp, Sibling, fused_copy, sibling_refusal
+from dsa_verify.systems.catalogue import SYSTEMS
+from dsa_verify.systems.indexer import SCHEDULED_LENGTHS, WRITE_PLAN, scheduled_lengths
+from dsa_verify.systems.mtp import destination_buffers
 from oracles.kpool_referee import expected_views, expected_write_plan
 from oracles.referee import expected
 

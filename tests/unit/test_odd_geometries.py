@@ -8,11 +8,11 @@ from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from support import backend
 
-from dsa_verify.errors import UsageError
-from dsa_verify.job import Job
-from dsa_verify.matrix import diagnostic_matrix
-from dsa_verify.systems import SYSTEMS, settled_geometry
-from dsa_verify.verify import Counts, verify_rounds
+from dsa_verify.base.errors import UsageError
+from dsa_verify.replay.setup import Job
+from dsa_verify.rounds.matrix import diagnostic_matrix
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.systems.catalogue import SYSTEMS, settled_geometry
 
 ROUNDS = 4
 VALUES: dict[str, list[Any]] = {

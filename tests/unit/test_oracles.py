@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from dsa_verify.arena import GUARD_WORD, Arena
-from dsa_verify.contract import Layout, Lifetime
-from dsa_verify.geometry import INDEX_DTYPES, INPUT_VIEWS, Geometry
+from dsa_verify.buffers.arena import GUARD_WORD, Arena
+from dsa_verify.buffers.region import LOUD_WORD
+from dsa_verify.contract.geometry import INDEX_DTYPES, INPUT_VIEWS, Geometry
+from dsa_verify.contract.layout import Layout, Lifetime
+from dsa_verify.contract.round_table import token_slots
+from dsa_verify.contract.subject import Buffers, Inputs, Subject
 from dsa_verify.graphs import open_backend
-from dsa_verify.layouts import basic
-from dsa_verify.regions import LOUD_WORD
-from dsa_verify.rounds import token_slots
-from dsa_verify.subject import Buffers, Inputs, Subject
+from dsa_verify.systems import basic
 from oracles.decode import DecodeOracle
 from oracles.draft_extend import DraftExtendOracle
 from oracles.referee import expected

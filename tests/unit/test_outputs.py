@@ -8,16 +8,16 @@ import pytest
 import torch
 from support import DEVICE, backend, decode_round
 
-from dsa_verify.arena import TORCH_DTYPES
-from dsa_verify.contract import Field, Layout
-from dsa_verify.findings import Diagnosis
-from dsa_verify.geometry import Geometry
-from dsa_verify.job import Job
-from dsa_verify.outputs import wrong_outputs
-from dsa_verify.pipelines.basic import Decode
-from dsa_verify.subject import Buffers, Inputs
-from dsa_verify.systems import SYSTEMS
-from dsa_verify.verify import Counts, verify_rounds
+from dsa_verify.buffers.arena import TORCH_DTYPES
+from dsa_verify.contract.finding import Diagnosis
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.layout import Field, Layout
+from dsa_verify.contract.subject import Buffers, Inputs
+from dsa_verify.judge.output_check import wrong_outputs
+from dsa_verify.replay.setup import Job
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.subjects.pipelines.basic import Decode
+from dsa_verify.systems.catalogue import SYSTEMS
 
 GEOMETRY = {"draft_tokens": 3, "architecture": 100, "schedule": "tiny_runs"}
 SYSTEMS_WITH_INDEXER = ("decode", "target_verify", "draft_extend", "ragged_verify")

@@ -19,20 +19,20 @@ import pytest
 import torch
 from support import DEVICE, EagerDecode, backend, small
 
-from dsa_verify import faults
-from dsa_verify.arena import Arena
-from dsa_verify.errors import STATUS_MISMATCH, STATUS_NOTHING_VERIFIED, NothingVerified, UsageError
-from dsa_verify.geometry import Geometry
+from dsa_verify.base.errors import STATUS_MISMATCH, STATUS_NOTHING_VERIFIED, NothingVerified, UsageError
+from dsa_verify.buffers.arena import Arena
+from dsa_verify.buffers.tail_reset import BufferRegistry
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.owners import Owner
+from dsa_verify.contract.static_inputs import static_inputs
+from dsa_verify.contract.subject import Inputs
 from dsa_verify.overlay import Overlay
 from dsa_verify.overlay import summary as overlay_summary
 from dsa_verify.overlay.copies import GroupedCopy, Piece, copy_plainly
 from dsa_verify.overlay.report import _owners
 from dsa_verify.overlay.summary import Summary
-from dsa_verify.owners import Owner
-from dsa_verify.registry import BufferRegistry
-from dsa_verify.static_inputs import static_inputs
-from dsa_verify.subject import Inputs
-from dsa_verify.systems import SYSTEMS
+from dsa_verify.subjects import faults
+from dsa_verify.systems.catalogue import SYSTEMS
 
 ROOT = Path(__file__).parents[2]
 BUCKET = 6
@@ -517,8 +517,8 @@ def imported_by(module: str, seen: set[str]) -> set[str]:
 
 def test_it_imports_no_kernels_before_it_is_used() -> None:
     found = imported_by("dsa_verify.overlay", set())
-    assert {"torch", "dsa_verify.geometry", "dsa_verify.layouts.padded"} <= found
-    assert not {"triton", "rich", "click", "pytest", "dsa_verify.tiles"} & found
+    assert {"torch", "dsa_verify.contract.geometry", "dsa_verify.systems.padded"} <= found
+    assert not {"triton", "rich", "click", "pytest", "dsa_verify.buffers.region_kernels"} & found
 
 
 @pytest.mark.slow

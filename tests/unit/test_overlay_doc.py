@@ -13,9 +13,9 @@ import pytest
 import torch
 from support import backend
 
-from dsa_verify import faults
-from dsa_verify.geometry import Geometry
-from dsa_verify.scenario import read_case
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round import read_case
+from dsa_verify.subjects import faults
 
 DOC = Path(__file__).parents[2] / "docs/overlay.md"
 ATTACH, HOOK, END, RING = re.findall(r"```python\n(.*?)```", DOC.read_text(), re.DOTALL)

@@ -12,22 +12,22 @@ import pytest
 import torch
 from support import DEVICE, backend, job_of
 
-from dsa_verify.arena import TORCH_DTYPES, Arena
-from dsa_verify.contract import Layout
-from dsa_verify.feed import Feed
-from dsa_verify.geometry import PADDED_MODES, Geometry
-from dsa_verify.judge import Judge, live_words
-from dsa_verify.matrix import Config, diagnostic_matrix
+from dsa_verify.buffers.arena import TORCH_DTYPES, Arena
+from dsa_verify.buffers.input_buffers import Feed
+from dsa_verify.buffers.region import LOUD_WORD, Control, field_regions
+from dsa_verify.buffers.region_kernels import TileTable
+from dsa_verify.contract.geometry import PADDED_MODES, Geometry
+from dsa_verify.contract.layout import Layout
+from dsa_verify.contract.round_table import RoundTable
+from dsa_verify.contract.subject import Inputs, current_outputs
+from dsa_verify.judge.judge import Judge, live_words
 from dsa_verify.overlay import Overlay
 from dsa_verify.overlay.copies import GroupedCopy
 from dsa_verify.overlay.inputs import LegalInputs, Taken, input_specs, token_columns
 from dsa_verify.overlay.launch import OwnStream
-from dsa_verify.regions import LOUD_WORD, Control, field_regions
-from dsa_verify.replayer import Lane
-from dsa_verify.rounds import RoundTable
-from dsa_verify.subject import Inputs, current_outputs
-from dsa_verify.systems import SYSTEMS
-from dsa_verify.tiles import TileTable
+from dsa_verify.replay.replayer import Lane
+from dsa_verify.rounds.matrix import Config, diagnostic_matrix
+from dsa_verify.systems.catalogue import SYSTEMS
 
 ROUNDS = 6
 SMALLEST = {"context": 60, "request_rows": 12}

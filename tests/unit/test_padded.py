@@ -10,24 +10,24 @@ import pytest
 import torch
 from support import DEVICE
 
-from dsa_verify.arena import GUARD_WORD, TORCH_DTYPES, Arena
-from dsa_verify.compilations import count_compilations
-from dsa_verify.errors import UsageError
-from dsa_verify.geometry import PADDED_MODES, Geometry
+from dsa_verify.base.errors import UsageError
+from dsa_verify.buffers.arena import GUARD_WORD, TORCH_DTYPES, Arena
+from dsa_verify.buffers.region import LOUD_WORD
+from dsa_verify.contract.geometry import PADDED_MODES, Geometry
+from dsa_verify.contract.round import one_floor_each
+from dsa_verify.contract.round_table import rows_per_request, token_slots
+from dsa_verify.contract.subject import Buffers, Inputs, Subject
 from dsa_verify.graphs import open_backend
-from dsa_verify.job import Job
-from dsa_verify.layouts.padded import padded
-from dsa_verify.matrix import diagnostic_matrix
-from dsa_verify.pipelines.padded import Padded
-from dsa_verify.regions import LOUD_WORD
-from dsa_verify.rounds import rows_per_request, token_slots
-from dsa_verify.scenario import one_floor_each
-from dsa_verify.subject import Buffers, Inputs, Subject
-from dsa_verify.systems import SYSTEMS
-from dsa_verify.verify import Counts, verify_rounds
-from fuzz.expansion import expand
-from fuzz.strategies import spec_at
-from fuzz.world import World
+from dsa_verify.replay.compilations import count_compilations
+from dsa_verify.replay.setup import Job
+from dsa_verify.rounds.matrix import diagnostic_matrix
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.subjects.pipelines.padded import Padded
+from dsa_verify.systems.catalogue import SYSTEMS
+from dsa_verify.systems.padded import padded
+from fuzz.engine.expansion import expand
+from fuzz.engine.strategies import spec_at
+from fuzz.engine.world import World
 from oracles.padded import PaddedOracle
 from oracles.padded_referee import expected_padded
 

@@ -9,14 +9,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import backend
 
-from dsa_verify.geometry import Geometry
-from dsa_verify.job import Job, remap_slots_of
-from dsa_verify.matrix import diagnostic_matrix
-from dsa_verify.pipelines.basic import Decode, DraftExtend, TargetVerify
-from dsa_verify.scenario import POISONS, Round
-from dsa_verify.subject import Buffers, Inputs
-from dsa_verify.systems import SYSTEMS
-from dsa_verify.verify import Counts, verify_rounds
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round import POISONS, Round
+from dsa_verify.contract.subject import Buffers, Inputs
+from dsa_verify.replay.setup import Job, remap_slots_of
+from dsa_verify.rounds.matrix import diagnostic_matrix
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.subjects.pipelines.basic import Decode, DraftExtend, TargetVerify
+from dsa_verify.systems.catalogue import SYSTEMS
 
 SUBJECTS = {"decode": Decode, "target_verify": TargetVerify, "draft_extend": DraftExtend}
 BASE = {"context": 61, "request_rows": 12, "topk": 16}

@@ -10,18 +10,18 @@ import pytest
 import torch
 from support import DEVICE, EagerDecode, decode_round, job_of, small
 
-from dsa_verify import planted
-from dsa_verify.contract import Compare
-from dsa_verify.diagnose import as_float
-from dsa_verify.errors import HarnessError
-from dsa_verify.findings import Finding
-from dsa_verify.geometry import Geometry
-from dsa_verify.job import Job
-from dsa_verify.regions import Kind
-from dsa_verify.replayer import Lane, Replayer
-from dsa_verify.scenario import Round
-from dsa_verify.subject import Buffers, Inputs
-from dsa_verify.verify import Counts, verify_rounds
+from dsa_verify.base.errors import HarnessError
+from dsa_verify.buffers.region import Kind
+from dsa_verify.contract.finding import Finding
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.layout import Compare
+from dsa_verify.contract.round import Round
+from dsa_verify.contract.subject import Buffers, Inputs
+from dsa_verify.diagnosis.diagnose import as_float
+from dsa_verify.replay import planted
+from dsa_verify.replay.replayer import Lane, Replayer
+from dsa_verify.replay.setup import Job
+from dsa_verify.run.verify import Counts, verify_rounds
 
 ROUNDS = [decode_round(4, 5, 17, 37, 1), decode_round(2, 9, 8), decode_round(4, 4, 3, 2, poison="stale", twice=True)]
 

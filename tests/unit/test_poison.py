@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import DEVICE
 
-from dsa_verify import poison as poison_module
-from dsa_verify.arena import GUARD_WORD
-from dsa_verify.poison import LOUD, PLAUSIBLE, STALE, Poison, plausible_words
-from dsa_verify.regions import LOUD_WORD, Kind, Region
-from dsa_verify.tiles import TileTable
+from dsa_verify.buffers import poison as poison_module
+from dsa_verify.buffers.arena import GUARD_WORD
+from dsa_verify.buffers.poison import LOUD, PLAUSIBLE, STALE, Poison, plausible_words
+from dsa_verify.buffers.region import LOUD_WORD, Kind, Region
+from dsa_verify.buffers.region_kernels import TileTable
 
 BEFORE = 123_456
 

@@ -11,22 +11,22 @@ import pytest
 import torch
 from support import DEVICE, backend, small
 
-from dsa_verify.arena import GUARD_WORD, TORCH_DTYPES, Arena
-from dsa_verify.confirm import confirm
-from dsa_verify.errors import UsageError
-from dsa_verify.findings import Diagnosis
-from dsa_verify.geometry import Geometry
-from dsa_verify.graph_keys import accepts, key_of
-from dsa_verify.job import Job
-from dsa_verify.layouts.ragged_verify import ragged_verify
-from dsa_verify.pipelines.ragged_verify import RaggedVerify
-from dsa_verify.ragged_rules import capture_lens, graph_tokens, next_graph_tokens, padded_to_bucket
-from dsa_verify.regions import LOUD_WORD
-from dsa_verify.rounds import token_slots
-from dsa_verify.scenario import Round
-from dsa_verify.subject import Buffers, Inputs, Subject
-from dsa_verify.systems import SYSTEMS
-from dsa_verify.verify import Counts, verify_rounds
+from dsa_verify.base.errors import UsageError
+from dsa_verify.buffers.arena import GUARD_WORD, TORCH_DTYPES, Arena
+from dsa_verify.buffers.region import LOUD_WORD
+from dsa_verify.contract.finding import Diagnosis
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.graph_keys import accepts, key_of
+from dsa_verify.contract.ragged import capture_lens, graph_tokens, next_graph_tokens, padded_to_bucket
+from dsa_verify.contract.round import Round
+from dsa_verify.contract.round_table import token_slots
+from dsa_verify.contract.subject import Buffers, Inputs, Subject
+from dsa_verify.diagnosis.confirm import confirm
+from dsa_verify.replay.setup import Job
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.subjects.pipelines.ragged_verify import RaggedVerify
+from dsa_verify.systems.catalogue import SYSTEMS
+from dsa_verify.systems.ragged_verify import ragged_verify
 from oracles.ragged_referee import captured, expected_ragged, graph_of, padded
 from oracles.ragged_verify import RaggedVerifyOracle
 

@@ -9,20 +9,20 @@ import pytest
 import torch
 from support import DEVICE, EagerDecode, backend, decode_round, job_of, open_replayer, small
 
-from dsa_verify import compilations
-from dsa_verify.confirm import confirm
-from dsa_verify.contract import Dead
-from dsa_verify.errors import HarnessError, ReplayError
-from dsa_verify.feed import Feed
-from dsa_verify.geometry import Geometry
-from dsa_verify.judge import Difference, Phase, Tally
-from dsa_verify.pipelines.padded import Padded
-from dsa_verify.regions import LOUD_WORD, Kind
-from dsa_verify.replayer import Replayer, SubjectFault
-from dsa_verify.scenario import Round
-from dsa_verify.subject import Buffers, Inputs
-from dsa_verify.systems import SYSTEMS
-from dsa_verify.verify import Counts, verify_rounds
+from dsa_verify.base.errors import HarnessError, ReplayError
+from dsa_verify.buffers.input_buffers import Feed
+from dsa_verify.buffers.region import LOUD_WORD, Kind
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.layout import Dead
+from dsa_verify.contract.round import Round
+from dsa_verify.contract.subject import Buffers, Inputs
+from dsa_verify.diagnosis.confirm import confirm
+from dsa_verify.judge.judge import Difference, Phase, Tally
+from dsa_verify.replay import compilations
+from dsa_verify.replay.replayer import Replayer, SubjectFault
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.subjects.pipelines.padded import Padded
+from dsa_verify.systems.catalogue import SYSTEMS
 
 ROUNDS = [
     decode_round(4, 5, 17, 37, 1),

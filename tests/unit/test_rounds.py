@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsa_verify.geometry import DISJOINT_GENERATIONS, PRESETS, Geometry
-from dsa_verify.rounds import owner_of_slot, pages_before_writes, tabulate, token_slots
-from dsa_verify.scenario import KNOWN_SYSTEMS, POISONS, SEED_LIMIT, Round
+from dsa_verify.contract.geometry import DISJOINT_GENERATIONS, PRESETS, Geometry
+from dsa_verify.contract.round import KNOWN_SYSTEMS, POISONS, SEED_LIMIT, Round
+from dsa_verify.contract.round_table import owner_of_slot, pages_before_writes, tabulate, token_slots
 
 WIDEST = 8
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsa_verify.errors import UsageError
-from dsa_verify.geometry import PRESETS, Geometry
-from dsa_verify.rounds import tabulate
-from dsa_verify.scenario import KNOWN_SYSTEMS, POISONS, SEED_LIMIT, Round, Scenario, parse_case, read_case
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.geometry import PRESETS, Geometry
+from dsa_verify.contract.round import KNOWN_SYSTEMS, POISONS, SEED_LIMIT, Round, Scenario, parse_case, read_case
+from dsa_verify.contract.round_table import tabulate
 
 
 @st.composite

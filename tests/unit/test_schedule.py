@@ -13,11 +13,8 @@ import pytest
 import torch
 from support import DEVICE, backend
 
-from dsa_verify.adapters import deep_gemm
-from dsa_verify.errors import UsageError
-from dsa_verify.laws import Fault, Law, LawBreak, ScheduleLaw
-from dsa_verify.pipelines.schedule import MAX_ROWS, build_schedule
-from dsa_verify.schedules import (
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.schedule_variants import (
     VARIANTS,
     Indices,
     Placement,
@@ -28,6 +25,9 @@ from dsa_verify.schedules import (
     units_per_request,
     variant_named,
 )
+from dsa_verify.judge.schedule_laws import Fault, Law, LawBreak, ScheduleLaw
+from dsa_verify.subjects.adapters import deep_gemm
+from dsa_verify.subjects.pipelines.schedule import MAX_ROWS, build_schedule
 from oracles.schedule import schedule
 from oracles.schedule_referee import expected, lay_out
 

@@ -10,22 +10,22 @@ import pytest
 import torch
 from support import slow_on_cpu
 
-from dsa_verify.confirm import confirm
-from dsa_verify.findings import Diagnosis
-from dsa_verify.geometry import Geometry
+from dsa_verify.buffers.region import LOUD_WORD
+from dsa_verify.contract.finding import Diagnosis
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round import Round
+from dsa_verify.contract.schedule_variants import VARIANTS, Placement, ScheduleVariant
+from dsa_verify.contract.subject import Buffers, Inputs
+from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.graphs import open_backend
-from dsa_verify.job import Job
-from dsa_verify.law_watch import scheduled
-from dsa_verify.laws import Law
-from dsa_verify.layouts.indexer import SCHEDULED_LENGTHS, WRITE_PLAN
-from dsa_verify.matrix import diagnostic_matrix
-from dsa_verify.pipelines.schedule_life import OutOfGraph, Residual
-from dsa_verify.regions import LOUD_WORD
-from dsa_verify.scenario import Round
-from dsa_verify.schedules import VARIANTS, Placement, ScheduleVariant
-from dsa_verify.subject import Buffers, Inputs
-from dsa_verify.systems import SYSTEMS
-from dsa_verify.verify import Counts, verify_rounds
+from dsa_verify.judge.law_regions import scheduled
+from dsa_verify.judge.schedule_laws import Law
+from dsa_verify.replay.setup import Job
+from dsa_verify.rounds.matrix import diagnostic_matrix
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.subjects.pipelines.schedule_life import OutOfGraph, Residual
+from dsa_verify.systems.catalogue import SYSTEMS
+from dsa_verify.systems.indexer import SCHEDULED_LENGTHS, WRITE_PLAN
 from oracles.schedule import schedule
 
 DEVICE = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")

@@ -14,34 +14,34 @@ import pytest
 import torch
 from support import DEVICE, SMALL, backend
 
-from dsa_verify.adapters import deep_gemm
-from dsa_verify.adapters.sglang import backend as sglang_backend
-from dsa_verify.adapters.sglang import backend_stubs as stubs
-from dsa_verify.adapters.sglang import wheel
-from dsa_verify.adapters.sglang.backend import (
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.finding import Finding
+from dsa_verify.contract.geometry import PADDED_MODES, Geometry
+from dsa_verify.contract.round import Round
+from dsa_verify.contract.schedule_variants import VARIANTS
+from dsa_verify.contract.subject import Buffers, Inputs, load_attribute
+from dsa_verify.replay.setup import Job
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.subjects.adapters import deep_gemm
+from dsa_verify.subjects.adapters.sglang import backend as sglang_backend
+from dsa_verify.subjects.adapters.sglang import backend_stubs as stubs
+from dsa_verify.subjects.adapters.sglang import wheel
+from dsa_verify.subjects.adapters.sglang.backend import (
     BackendSubject,
     DecodeBackend,
     DraftExtendBackend,
     TargetVerifyBackend,
     record_names,
 )
-from dsa_verify.adapters.sglang.backend_engine import Engine, StaticInput, captured_record
-from dsa_verify.adapters.sglang.backend_mtp import MtpBackend, StepsEngine
-from dsa_verify.adapters.sglang.backend_padded import PaddedBackend, _copy
-from dsa_verify.adapters.traced import SHOWN_DIGITS
-from dsa_verify.engines import engine_subject
-from dsa_verify.errors import UsageError
-from dsa_verify.findings import Finding
-from dsa_verify.geometry import PADDED_MODES, Geometry
-from dsa_verify.job import Job
-from dsa_verify.layouts.basic import decode
-from dsa_verify.layouts.mtp import mtp
-from dsa_verify.layouts.padded import padded
-from dsa_verify.scenario import Round
-from dsa_verify.schedules import VARIANTS
-from dsa_verify.subject import Buffers, Inputs, load_attribute
-from dsa_verify.systems import SYSTEMS
-from dsa_verify.verify import Counts, verify_rounds
+from dsa_verify.subjects.adapters.sglang.backend_engine import Engine, StaticInput, captured_record
+from dsa_verify.subjects.adapters.sglang.backend_mtp import MtpBackend, StepsEngine
+from dsa_verify.subjects.adapters.sglang.backend_padded import PaddedBackend, _copy
+from dsa_verify.subjects.adapters.traced import SHOWN_DIGITS
+from dsa_verify.systems.basic import decode
+from dsa_verify.systems.catalogue import SYSTEMS
+from dsa_verify.systems.engines import engine_subject
+from dsa_verify.systems.mtp import mtp
+from dsa_verify.systems.padded import padded
 
 SUBJECTS = {
     "decode": DecodeBackend,

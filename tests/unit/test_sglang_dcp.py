@@ -14,21 +14,21 @@ import pytest
 import torch
 from support import DEVICE, backend
 
-from dsa_verify.adapters import sglang
-from dsa_verify.adapters.sglang import dcp as adapter
-from dsa_verify.adapters.sglang import wheel
-from dsa_verify.errors import STATUS_USAGE, UsageError
-from dsa_verify.findings import Diagnosis, Finding
-from dsa_verify.geometry import Geometry
-from dsa_verify.job import Job
-from dsa_verify.matrix import diagnostic_matrix
-from dsa_verify.runs import Run, Runner, open_run
-from dsa_verify.scenario import Round
-from dsa_verify.subject import load_attribute
-from dsa_verify.systems import OF_OTHERS, OF_THE_SUBJECT, OWN_TABLES, SYSTEMS, settled_geometry
-from dsa_verify.verify import Counts, verify_rounds
-from fuzz.shrink import shrink
-from fuzz.trials import Signature
+from dsa_verify.base.errors import STATUS_USAGE, UsageError
+from dsa_verify.contract.finding import Diagnosis, Finding
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round import Round
+from dsa_verify.contract.subject import load_attribute
+from dsa_verify.replay.setup import Job
+from dsa_verify.rounds.matrix import diagnostic_matrix
+from dsa_verify.run.runner import Run, Runner, open_run
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.subjects.adapters import sglang
+from dsa_verify.subjects.adapters.sglang import dcp as adapter
+from dsa_verify.subjects.adapters.sglang import wheel
+from dsa_verify.systems.catalogue import OF_OTHERS, OF_THE_SUBJECT, OWN_TABLES, SYSTEMS, settled_geometry
+from fuzz.reduce.shrink import shrink
+from fuzz.reduce.trials import Signature
 
 SYSTEM = SYSTEMS["dcp"]
 SMALL = {"context": 37, "request_rows": 9, "topk": 8, "table_width": 40, "token_table_width": 40}

@@ -13,15 +13,15 @@ import pytest
 import torch
 from support import DEVICE, backend
 
-from dsa_verify.adapters.sglang import SUBJECTS, basic, indexer, kpool, mtp, wheel
-from dsa_verify.errors import UsageError
-from dsa_verify.geometry import Geometry
-from dsa_verify.matrix import diagnostic_matrix
-from dsa_verify.pipelines.schedule import build_schedule
-from dsa_verify.pipelines.topk_plan import TopkPlanBuilder
-from dsa_verify.runs import Run, Runner, open_run
-from dsa_verify.systems import OF_OTHERS, OWN_TABLES, SYSTEMS
-from dsa_verify.topk_plan_rules import PLAN_RULES
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.topk_plan import PLAN_RULES
+from dsa_verify.rounds.matrix import diagnostic_matrix
+from dsa_verify.run.runner import Run, Runner, open_run
+from dsa_verify.subjects.adapters.sglang import SUBJECTS, basic, indexer, kpool, mtp, wheel
+from dsa_verify.subjects.pipelines.schedule import build_schedule
+from dsa_verify.subjects.pipelines.topk_plan import TopkPlanBuilder
+from dsa_verify.systems.catalogue import OF_OTHERS, OWN_TABLES, SYSTEMS
 
 NAMES = ("decode", "target_verify", "draft_extend")
 
@@ -170,7 +170,7 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexer, "why_no_plan", lambda device: None)
     monkeypatch.setattr(indexer, "_check_variant", lambda geometry, device: None)
     monkeypatch.setattr(indexer.deep_gemm, "refresh", lambda lens, out: build_schedule(lens, out, variant="tiny"))
-    for check in ("dsa_verify.job.check_device", "dsa_verify.runs.check_device"):
+    for check in ("dsa_verify.replay.setup.check_device", "dsa_verify.run.runner.check_device"):
         monkeypatch.setattr(check, lambda *_: None)
     for factory in (mtp._Steps, mtp.Copy):
         monkeypatch.setattr(factory, "provenance", staticmethod(dict))

@@ -9,17 +9,17 @@ import importlib.util
 import pytest
 from support import DEVICE, backend
 
-from dsa_verify.adapters import sglang
-from dsa_verify.adapters.sglang.padded import Padded, PaddedLowRatios
-from dsa_verify.adapters.sglang.ragged import RaggedVerify
-from dsa_verify.errors import UsageError
-from dsa_verify.findings import Diagnosis, Finding
-from dsa_verify.geometry import PADDED_MODES, Geometry
-from dsa_verify.job import Job
-from dsa_verify.scenario import Round
-from dsa_verify.subject import load_attribute
-from dsa_verify.systems import OF_OTHERS, OF_THE_SUBJECT, OWN_TABLES, SYSTEMS, settled_geometry
-from dsa_verify.verify import Counts, verify_rounds
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.finding import Diagnosis, Finding
+from dsa_verify.contract.geometry import PADDED_MODES, Geometry
+from dsa_verify.contract.round import Round
+from dsa_verify.contract.subject import load_attribute
+from dsa_verify.replay.setup import Job
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.subjects.adapters import sglang
+from dsa_verify.subjects.adapters.sglang.padded import Padded, PaddedLowRatios
+from dsa_verify.subjects.adapters.sglang.ragged import RaggedVerify
+from dsa_verify.systems.catalogue import OF_OTHERS, OF_THE_SUBJECT, OWN_TABLES, SYSTEMS, settled_geometry
 
 SYSTEM = SYSTEMS["padded"]
 NAMES = ["padded", "padded_torch", "padded_low_ratios"]

@@ -16,15 +16,14 @@ from click.testing import CliRunner
 from fake_sglang import TREE, importable, lay_out
 from support import DEVICE, EagerDecode, backend, decode_round, job_of
 
-from dsa_verify.adapters.sglang import SUBJECTS
-from dsa_verify.commands.subjects import engine_lines
-from dsa_verify.contract import Layout
-from dsa_verify.engines import ENGINES, EngineSubject, engine_subject
-from dsa_verify.errors import STATUS_NOTHING_VERIFIED, STATUS_USAGE, NothingVerified, UsageError
-from dsa_verify.runs import Run, Runner, open_run
-from dsa_verify.scenario import Scenario
-from dsa_verify.subject import load_attribute
-from dsa_verify.systems import (
+from dsa_verify.base.errors import STATUS_NOTHING_VERIFIED, STATUS_USAGE, NothingVerified, UsageError
+from dsa_verify.cli.subjects import engine_lines
+from dsa_verify.contract.layout import Layout
+from dsa_verify.contract.round import Scenario
+from dsa_verify.contract.subject import load_attribute
+from dsa_verify.run.runner import Run, Runner, open_run
+from dsa_verify.subjects.adapters.sglang import SUBJECTS
+from dsa_verify.systems.catalogue import (
     OF_OTHERS,
     OF_THE_SUBJECT,
     OWN_TABLES,
@@ -34,8 +33,9 @@ from dsa_verify.systems import (
     subject_factory,
     systems_to_run,
 )
-from fuzz.campaign import main as campaign
-from fuzz.plan import Plan
+from dsa_verify.systems.engines import ENGINES, EngineSubject, engine_subject
+from fuzz.campaign.campaign import main as campaign
+from fuzz.campaign.plan import Plan
 
 on_cpu = pytest.mark.skipif(DEVICE.type == "cuda", reason="about what a CPU cannot run")
 OWN = ("decode", "target_verify", "draft_extend", "mtp", "mtp_sibling", "mtp_copy")
@@ -113,7 +113,7 @@ def test_a_campaign_takes_the_system_from_the_subject(tmp_path: Path, monkeypatc
         seen.append(Plan(**{**default, **given}))
         raise UsageError("enough")
 
-    monkeypatch.setattr("fuzz.campaign.settle_plan", settle)
+    monkeypatch.setattr("fuzz.campaign.campaign.settle_plan", settle)
     result = CliRunner().invoke(campaign, ["run", str(tmp_path / "c"), "--subject", "sglang:draft_extend"])
     assert str(result.exception) == "enough"
     assert (seen[0].systems, seen[0].subject) == (("draft_extend",), "sglang:draft_extend")
@@ -302,8 +302,8 @@ def test_nothing_covered_is_nothing_verified() -> None:
 
 def replay(name: str, preset: str, rounds: int, **settings: Any) -> Run:
     """The first `rounds` scripted rounds of one configuration, none of them in the interpreter."""
-    from dsa_verify.geometry import Geometry
-    from dsa_verify.matrix import diagnostic_matrix
+    from dsa_verify.contract.geometry import Geometry
+    from dsa_verify.rounds.matrix import diagnostic_matrix
 
     system = SYSTEMS[SUBJECTS[name].system]
     geometry = Geometry.resolve(preset, settings)
@@ -374,7 +374,7 @@ def test_ragged_extend_lengths_take_the_ragged_form(lookalike: None) -> None:
 
 @on_cpu
 def test_a_wrong_kernel_is_found(lookalike: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsa_verify.adapters.sglang import basic, wheel
+    from dsa_verify.subjects.adapters.sglang import basic, wheel
 
     module = wheel.on_device(basic.KERNELS, DEVICE)
     right = module._dsa

@@ -14,9 +14,9 @@ import torch
 import triton
 from fake_sglang import importable, lay_out
 
-from dsa_verify.adapters.sglang import wheel
-from dsa_verify.adapters.traced import capability
-from dsa_verify.errors import STATUS_NOTHING_VERIFIED, STATUS_USAGE, NothingVerified, UsageError
+from dsa_verify.base.errors import STATUS_NOTHING_VERIFIED, STATUS_USAGE, NothingVerified, UsageError
+from dsa_verify.subjects.adapters.sglang import wheel
+from dsa_verify.subjects.adapters.traced import capability
 
 CPU = torch.device("cpu")
 GUARDED = """
@@ -43,7 +43,7 @@ def refusal(call: Callable[[], object]) -> str:
 
 
 def test_listing_the_subjects_imports_neither_sglang_nor_torch() -> None:
-    code = "import sys, dsa_verify.adapters.sglang as table; assert len(table.SUBJECTS) > 3\n"
+    code = "import sys, dsa_verify.subjects.adapters.sglang as table; assert len(table.SUBJECTS) > 3\n"
     code += "assert not {'sglang', 'torch', 'triton'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from dsa_verify import trust
-from dsa_verify.errors import UsageError
-from dsa_verify.subject import load_attribute
-from dsa_verify.systems import get_system, subject_factory
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.subject import load_attribute
+from dsa_verify.systems import trust
+from dsa_verify.systems.catalogue import get_system, subject_factory
 
 AWAY = "run from the folder that holds it, or install it"
 
@@ -54,7 +54,7 @@ def test_a_subject_that_exits_is_no_pass(
 ) -> None:
     (tmp_path / "exits_early.py").write_text("import sys\nsys.exit(0)\n")
     (tmp_path / "exits_late.py").write_text(
-        "import sys\nfrom dsa_verify.pipelines.basic import Decode\n"
+        "import sys\nfrom dsa_verify.subjects.pipelines.basic import Decode\n"
         "class Mine(Decode):\n    @staticmethod\n    def provenance(): sys.exit(0)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))

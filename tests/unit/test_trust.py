@@ -17,17 +17,16 @@ from typing import Any
 import pytest
 from support import DEVICE, EagerDecode, decode_round, job_of
 
-from dsa_verify import trust
-from dsa_verify.case_file import MAX_CASE_BYTES
-from dsa_verify.errors import UsageError
-from dsa_verify.scenario import read_case
-from dsa_verify.subject import check_factory, make_subject
-from dsa_verify.systems import SYSTEMS, get_system, subject_factory
-from dsa_verify.trust import check_trust, needs_trust
-from fuzz.plan import Plan
-from fuzz.shard import SPEC_FILE
-from fuzz.shard_folder import shard_folder, write_json
-from fuzz.shard_work import replay_step_by_step
+from dsa_verify.base.errors import UsageError
+from dsa_verify.base.small_file import MAX_CASE_BYTES
+from dsa_verify.contract.round import read_case
+from dsa_verify.contract.subject import check_factory, make_subject
+from dsa_verify.systems import trust
+from dsa_verify.systems.catalogue import SYSTEMS, get_system, subject_factory
+from dsa_verify.systems.trust import check_trust, needs_trust
+from fuzz.campaign.plan import Plan
+from fuzz.campaign.shard_folder import SPEC_FILE, shard_folder, write_json
+from fuzz.campaign.worker import replay_step_by_step
 
 Cli = Callable[..., tuple[int, str]]
 CASE = {"schema": 1, "system": "decode", "preset": "tiny", "buckets": [1]}
@@ -49,9 +48,9 @@ def write(name: str, **changes: Any) -> None:
         ("theirs", False),
         ("their_package:Theirs", False),
         ("sglang:mtp", False),
-        ("dsa_verify.pipelines.basic:Decode", False),
-        ("dsa_verify.pipelines.basic:TargetVerify", True),  # of another system
-        ("dsa_verify.cli:main", True),
+        ("dsa_verify.subjects.pipelines.basic:Decode", False),
+        ("dsa_verify.subjects.pipelines.basic:TargetVerify", True),  # of another system
+        ("dsa_verify.cli.main:main", True),
         ("os:abort", True),
         ("builtins:breakpoint", True),
         ("mine:Mine", True),
@@ -68,7 +67,7 @@ def test_what_a_case_may_name_by_itself(monkeypatch: pytest.MonkeyPatch, referen
 
 def test_a_case_runs_no_code_unasked(dsa_verify: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("unasked.py").write_text(
-        "open('imported', 'w').close()\nfrom dsa_verify.pipelines.basic import Decode as Mine\n"
+        "open('imported', 'w').close()\nfrom dsa_verify.subjects.pipelines.basic import Decode as Mine\n"
     )
     write("case.json", subject="unasked:Mine")
     status, text = dsa_verify("replay", "case.json")

@@ -12,19 +12,19 @@ import pytest
 import torch
 from support import DEVICE, EagerDecode, backend, decode_round, job_of, small
 
-from dsa_verify import verify as verify_module
-from dsa_verify import whole_files
-from dsa_verify.errors import DeviceLost, HarnessError
-from dsa_verify.faults.conduct import WrongOnce
-from dsa_verify.findings import Diagnosis, Finding
-from dsa_verify.job import Job
-from dsa_verify.matrix import Config, diagnostic_matrix
-from dsa_verify.rounds import RoundTable
-from dsa_verify.runs import Run, Runner, open_run
-from dsa_verify.scenario import Round, read_case
-from dsa_verify.subject import Buffers, Inputs
-from dsa_verify.systems import SYSTEMS
-from dsa_verify.verify import JOURNAL_ROUNDS, Counts, verify_rounds
+from dsa_verify.base import atomic_write as whole_files
+from dsa_verify.base.errors import DeviceLost, HarnessError
+from dsa_verify.contract.finding import Diagnosis, Finding
+from dsa_verify.contract.round import Round, read_case
+from dsa_verify.contract.round_table import RoundTable
+from dsa_verify.contract.subject import Buffers, Inputs
+from dsa_verify.replay.setup import Job
+from dsa_verify.rounds.matrix import Config, diagnostic_matrix
+from dsa_verify.run import verify as verify_module
+from dsa_verify.run.runner import Run, Runner, open_run
+from dsa_verify.run.verify import JOURNAL_ROUNDS, Counts, verify_rounds
+from dsa_verify.subjects.faults.conduct import WrongOnce
+from dsa_verify.systems.catalogue import SYSTEMS
 
 EAGER = "support:EagerDecode"
 ROUNDS = [

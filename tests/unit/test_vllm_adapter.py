@@ -11,15 +11,15 @@ import pytest
 import torch
 from support import DEVICE
 
-from dsa_verify.adapters import vllm
-from dsa_verify.adapters.vllm import basic, standins, wheel
-from dsa_verify.contract import Layout
-from dsa_verify.engines import engine_subject
-from dsa_verify.errors import STATUS_USAGE, UsageError
-from dsa_verify.geometry import Geometry
-from dsa_verify.layouts.basic import decode, draft_extend, target_verify
-from dsa_verify.subject import load_attribute, not_covered, provenance
-from dsa_verify.systems import SYSTEMS
+from dsa_verify.base.errors import STATUS_USAGE, UsageError
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.layout import Layout
+from dsa_verify.contract.subject import load_attribute, not_covered, provenance
+from dsa_verify.subjects.adapters import vllm
+from dsa_verify.subjects.adapters.vllm import basic, standins, wheel
+from dsa_verify.systems.basic import decode, draft_extend, target_verify
+from dsa_verify.systems.catalogue import SYSTEMS
+from dsa_verify.systems.engines import engine_subject
 
 LAYOUTS = {"decode": decode, "target_verify": target_verify, "draft_extend": draft_extend}
 SUMS = {"cu_seqlens_q", "cu_seqlens_k", "dsa_cu_seqlens_q", "dsa_cu_seqlens_k"}

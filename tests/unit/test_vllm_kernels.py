@@ -13,9 +13,9 @@ import pytest
 import torch
 from support import DEVICE
 
-from dsa_verify.adapters.vllm import runner, wheel
-from dsa_verify.adapters.vllm.selection import CONVERTER
 from dsa_verify.graphs.interpreter import prepare_interpreter
+from dsa_verify.subjects.adapters.vllm import runner, wheel
+from dsa_verify.subjects.adapters.vllm.selection import CONVERTER
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="needs vllm, installed or laid out (docs/engines-vllm.md)"

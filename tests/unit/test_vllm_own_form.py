@@ -8,15 +8,16 @@ import pytest
 import torch
 from support import DEVICE, EagerDecode, decode_round, job_of, small
 
-from dsa_verify.adapters.vllm.basic import DraftExtend
-from dsa_verify.contract import Layout
-from dsa_verify.errors import UsageError
-from dsa_verify.findings import Diagnosis, Finding
-from dsa_verify.layouts.basic import decode, target_verify
-from dsa_verify.own_form import CONTRACT_FORM, OwnForm, PadRows, own_form
-from dsa_verify.regions import Control
-from dsa_verify.subject import Inputs
-from dsa_verify.verify import Counts, verify_rounds
+from dsa_verify.base.errors import UsageError
+from dsa_verify.buffers.region import Control
+from dsa_verify.contract.engine_form import CONTRACT_FORM, OwnForm, PadRows, own_form
+from dsa_verify.contract.finding import Diagnosis, Finding
+from dsa_verify.contract.layout import Layout
+from dsa_verify.contract.subject import Inputs
+from dsa_verify.judge.pad_rows import own_rows
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.subjects.adapters.vllm.basic import DraftExtend
+from dsa_verify.systems.basic import decode, target_verify
 
 ROUNDS = [decode_round(4, 9, 20), decode_round(4, 3, 4, 5, 6), decode_round(4, 7), decode_round(4)]
 
@@ -75,7 +76,7 @@ def test_a_form_is_refused_for_rows_that_stand_for_no_request() -> None:
     form = OwnForm(pads={"cu_seqlens_k": PadRows(value=0)})
     layout = decode(small(), 2)
     with pytest.raises(UsageError, match="the rows of cu_seqlens_k stand for no request"):
-        form.rows(layout, {}, {}, None, None)  # type: ignore[arg-type]
+        own_rows(form, layout, {}, {}, None, None)  # type: ignore[arg-type]
 
 
 def test_one_buffer_for_all_batches_and_lengths_of_their_own_change_the_layout() -> None:
@@ -107,7 +108,7 @@ def shown(
     owners = int32(*(row for row in range(len(requests)) for _ in range(2)))
     lengths = int32(*(0 for _ in requests))
     control = Control(live_tokens=lengths, live_candidates=lengths, token_rows=int32(4), row_request=owners)
-    rows = form.rows(layout, {name: got}, {name: want}, inputs, control)[name]
+    rows = own_rows(form, layout, {name: got}, {name: want}, inputs, control)[name]
     rows.update()
     return rows.copy.tolist()
 

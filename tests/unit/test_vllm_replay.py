@@ -12,16 +12,16 @@ import pytest
 import torch
 from support import SMALL, backend
 
-from dsa_verify.adapters.traced import SHOWN_DIGITS
-from dsa_verify.adapters.vllm import SUBJECTS, runner, standins, wheel
-from dsa_verify.adapters.vllm.draft_decode import SPECULATOR
-from dsa_verify.errors import UsageError
-from dsa_verify.findings import Diagnosis, Finding
-from dsa_verify.geometry import Geometry
-from dsa_verify.job import Job
-from dsa_verify.scenario import Round
-from dsa_verify.systems import SYSTEMS
-from dsa_verify.verify import Counts, verify_rounds
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.finding import Diagnosis, Finding
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round import Round
+from dsa_verify.replay.setup import Job
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.subjects.adapters.traced import SHOWN_DIGITS
+from dsa_verify.subjects.adapters.vllm import SUBJECTS, runner, standins, wheel
+from dsa_verify.subjects.adapters.vllm.draft_decode import SPECULATOR
+from dsa_verify.systems.catalogue import SYSTEMS
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="needs vllm, installed or laid out (docs/engines-vllm.md)"

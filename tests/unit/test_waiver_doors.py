@@ -25,26 +25,24 @@ from waiver_support import (
     toml_of,
 )
 
-from dsa_verify.commands import replay as replay_command
-from dsa_verify.errors import STATUS_EQUAL, STATUS_MISMATCH, UsageError
-from dsa_verify.geometry import Geometry
-from dsa_verify.job import Job
-from dsa_verify.subject import Buffers, Inputs
-from dsa_verify.systems import SYSTEMS
-from dsa_verify.verify import Counts, verify_rounds
-from dsa_verify.waivers import (
-    parse_ledger,
-    read_ledger,
-)
-from fuzz import campaign, shard_work
-from fuzz import command as fuzz_command
-from fuzz.campaign_report import report_lines, summary
-from fuzz.explain import explain
-from fuzz.plan import Plan, ShardSpec, parse_plan, settle_plan
-from fuzz.shard_folder import shard_folder
-from fuzz.shrink import shrink
-from fuzz.store import Store
-from fuzz.trials import Signature
+from dsa_verify.base.errors import STATUS_EQUAL, STATUS_MISMATCH, UsageError
+from dsa_verify.cli import fuzz as fuzz_command
+from dsa_verify.cli import replay as replay_command
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.subject import Buffers, Inputs
+from dsa_verify.replay.setup import Job
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.systems.catalogue import SYSTEMS
+from dsa_verify.waivers.waivers import parse_ledger, read_ledger
+from fuzz.campaign import campaign
+from fuzz.campaign import worker as shard_work
+from fuzz.campaign.index import Store
+from fuzz.campaign.plan import Plan, ShardSpec, parse_plan, settle_plan
+from fuzz.campaign.report import report_lines, summary
+from fuzz.campaign.shard_folder import shard_folder
+from fuzz.reduce.sensitivity import explain
+from fuzz.reduce.shrink import shrink
+from fuzz.reduce.trials import Signature
 
 
 def replay(folder: Path, subject: str, **changes: Any) -> tuple[int, dict[str, Any], ElementTree.Element]:
@@ -205,7 +203,7 @@ def test_a_campaign_fails_for_what_is_gone_from_all_its_shards(tmp_path: Path) -
 
 
 def test_what_one_shard_has_seen_is_not_gone(tmp_path: Path) -> None:
-    from fuzz.shard_folder import FindingKey, FindingRecord
+    from fuzz.campaign.shard_folder import FindingKey, FindingRecord
 
     settle_plan(tmp_path, {}, {"systems": ("decode",)})
     key = FindingKey(system="decode", subject="x", field=DSA, diagnosis="never written", law=None)

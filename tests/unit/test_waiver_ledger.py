@@ -17,12 +17,12 @@ from waiver_support import (
     toml_of,
 )
 
-from dsa_verify.engines import engine_subject
-from dsa_verify.errors import UsageError
-from dsa_verify.findings import Diagnosis
-from dsa_verify.geometry import Geometry
-from dsa_verify.systems import SYSTEMS
-from dsa_verify.waivers import (
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.finding import Diagnosis
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.systems.catalogue import SYSTEMS
+from dsa_verify.systems.engines import engine_subject
+from dsa_verify.waivers.waivers import (
     SHIPPED,
     WAIVABLE,
     check_names,

@@ -20,22 +20,19 @@ from waiver_support import (
     verify,
 )
 
-from dsa_verify.confirm import Covered, confirm
-from dsa_verify.errors import STATUS_EQUAL, STATUS_MISMATCH
-from dsa_verify.findings import Diagnosis
-from dsa_verify.geometry import Geometry
-from dsa_verify.job import Job
-from dsa_verify.laws import Law
-from dsa_verify.matrix import diagnostic_matrix
-from dsa_verify.runs import Run, Runner, open_run, status_of
-from dsa_verify.scenario import Round
-from dsa_verify.subject import Buffers, Inputs
-from dsa_verify.systems import SYSTEMS
-from dsa_verify.verify import Counts, verify_rounds
-from dsa_verify.waivers import (
-    Ledger,
-    choose_ledger,
-)
+from dsa_verify.base.errors import STATUS_EQUAL, STATUS_MISMATCH
+from dsa_verify.contract.finding import Diagnosis
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round import Round
+from dsa_verify.contract.subject import Buffers, Inputs
+from dsa_verify.diagnosis.confirm import Covered, confirm
+from dsa_verify.judge.schedule_laws import Law
+from dsa_verify.replay.setup import Job
+from dsa_verify.rounds.matrix import diagnostic_matrix
+from dsa_verify.run.runner import Run, Runner, open_run, status_of
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.systems.catalogue import SYSTEMS
+from dsa_verify.waivers.waivers import Ledger, choose_ledger
 
 # What is covered, and what is not ------------------------------------------------------------------------------------
 

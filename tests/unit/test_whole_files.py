@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dsa_verify import whole_files
-from dsa_verify.whole_files import FOLDER_TRIES, write_whole
+from dsa_verify.base import atomic_write as whole_files
+from dsa_verify.base.atomic_write import FOLDER_TRIES, write_whole
 
 
 @pytest.fixture

@@ -9,15 +9,12 @@ from typing import Any
 
 from support import EagerDecode, backend, decode_round, small
 
-from dsa_verify.findings import Diagnosis, Finding
-from dsa_verify.job import Job
-from dsa_verify.scenario import Round
-from dsa_verify.systems import SYSTEMS
-from dsa_verify.verify import Counts, verify_rounds
-from dsa_verify.waivers import (
-    Ledger,
-    parse_ledger,
-)
+from dsa_verify.contract.finding import Diagnosis, Finding
+from dsa_verify.contract.round import Round
+from dsa_verify.replay.setup import Job
+from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.systems.catalogue import SYSTEMS
+from dsa_verify.waivers.waivers import Ledger, parse_ledger
 
 LENGTHS, DSA = "cache_seqlens_int32", "dsa_cache_seqlens_int32"
 STALE = [f"step{step}_{name}" for step in range(3) for name in ("paged_mqa_schedule_metadata", "topk_v2_plan")]

@@ -22,10 +22,9 @@ FATAL_ROUND = 19
 
 
 def work_shard(spec: Any, folder: Path, device: str) -> None:
-    from dsa_verify.errors import OutOfMemory
-    from dsa_verify.whole_files import write_whole
-    from fuzz.shard import ShardResult
-    from fuzz.shard_folder import STOP_FILE, FindingKey, FindingRecord, campaign_root, write_json
+    from dsa_verify.base.atomic_write import write_whole
+    from dsa_verify.base.errors import OutOfMemory
+    from fuzz.campaign.shard_folder import STOP_FILE, FindingKey, FindingRecord, ShardResult, campaign_root, write_json
 
     behaviour = spec.plan.subject
     ended = "complete"
@@ -102,13 +101,13 @@ def misbehave(behaviour: str) -> None:
         Path("segfaulted").touch()
         os.kill(os.getpid(), signal.SIGSEGV)
     if behaviour == "loses the device":
-        from dsa_verify.errors import DeviceLost
+        from dsa_verify.base.errors import DeviceLost
 
         raise DeviceLost("the device reported: an illegal memory access")
     if behaviour == "hangs":
         time.sleep(60)
     if behaviour == "is misspelt":
-        from dsa_verify.errors import UsageError
+        from dsa_verify.base.errors import UsageError
 
         raise UsageError("subject 'is misspelt' is unknown")
     if behaviour == "breaks the harness":
@@ -116,8 +115,8 @@ def misbehave(behaviour: str) -> None:
 
 
 def replay_step_by_step(path: Path, folder: Path, device: str) -> None:
-    from dsa_verify.scenario import read_case
-    from fuzz.shard_folder import write_json
+    from dsa_verify.contract.round import read_case
+    from fuzz.campaign.shard_folder import write_json
 
     scenario = read_case(path)
     for i, round_ in enumerate(scenario.rounds):
@@ -128,10 +127,10 @@ def replay_step_by_step(path: Path, folder: Path, device: str) -> None:
 
 def case(start: int, count: int) -> Any:
     """Rounds whose lengths are their numbers."""
-    from dsa_verify.geometry import Geometry
-    from dsa_verify.scenario import Round, Scenario
-    from fuzz.plan import ShardSpec
-    from fuzz.shard_folder import read_json
+    from dsa_verify.contract.geometry import Geometry
+    from dsa_verify.contract.round import Round, Scenario
+    from fuzz.campaign.plan import ShardSpec
+    from fuzz.campaign.shard_folder import read_json
 
     spec = ShardSpec.from_dict(read_json(Path(sys.argv[1]) / "spec.json") or {})
     rounds = tuple(Round(bucket=1, seq_lens=(i,), requests=(1,)) for i in range(start, start + count))
@@ -146,8 +145,8 @@ def case(start: int, count: int) -> Any:
 
 
 for name, attributes in {
-    "dsa_verify.device": {"settle_device": lambda text: text},
-    "fuzz.shard_work": {"work_shard": work_shard, "replay_step_by_step": replay_step_by_step},
+    "dsa_verify.base.device": {"settle_device": lambda text: text},
+    "fuzz.campaign.worker": {"work_shard": work_shard, "replay_step_by_step": replay_step_by_step},
 }.items():
     sys.modules[name] = types.ModuleType(name)
     vars(sys.modules[name]).update(attributes)

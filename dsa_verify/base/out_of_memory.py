@@ -1,0 +1,52 @@
+"""Memory: what its lack looks like. It is no verdict about a subject, whoever asked for the memory."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Final
+
+from dsa_verify.base.errors import DeviceLost, OutOfMemory
+
+# Allocators that have no exception of their own: the driver's (by PyTorch, by Triton), PyTorch's of the CPU, cuBLAS's.
+_SIGNS: Final = (
+    "CUDA error: out of memory",
+    "[CUDA]: out of memory",
+    "can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+_SHOWN: Final = 200  # characters of what an allocator says, which lists every process on the device
+
+
+@contextlib.contextmanager
+def memory_told_apart() -> Iterator[None]:
+    """What is raised inside for want of memory becomes OutOfMemory, a subject's failure, too."""
+    try:
+        yield
+    except (OutOfMemory, DeviceLost):
+        raise
+    except Exception as error:
+        if lack_of_memory(error) is None:
+            raise
+        said = " ".join(str(error).split()) or type(error).__name__
+        said = said if len(said) <= _SHOWN else said[:_SHOWN] + "..."
+        raise OutOfMemory(
+            f"memory did not suffice: {said}; nothing is said of the subject; free some, or ask "
+            "for smaller batches (--batch) or a shorter context (--set context=...)"
+        ) from error
+
+
+def lack_of_memory(error: BaseException) -> BaseException | None:
+    """The lack of memory that `error` is or came of; None if it is something else."""
+    kinds: tuple[type[BaseException], ...] = (MemoryError, OutOfMemory)
+    torch = sys.modules.get("torch")  # not imported for this: what is not loaded has raised nothing
+    if torch is not None:
+        kinds += (torch.OutOfMemoryError,)
+    cause: BaseException | None = error
+    while cause is not None:
+        signs = isinstance(cause, RuntimeError) and any(sign in str(cause) for sign in _SIGNS)
+        if signs or isinstance(cause, kinds):
+            return cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return None

@@ -1,0 +1,111 @@
+"""BufferRegistry: fills the static input buffers of a padded replay the way an engine does (contract 0.2, 7.5).
+
+Tails are reset to their pad values, live prefixes are copied, then hooks run. Before that the verifier poisons the
+tails with plausible values, so that a tail which is not reset reads as some other request's. All of it happens on the
+device: how many rows are live is not known to the host, and the whole may be captured in a graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Final
+
+import torch
+
+from dsa_verify.contract.static_inputs import StaticInput
+
+_MIX: Final = 0x9E3779B1
+Hook = Callable[[torch.Tensor, int], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Slot:
+    spec: StaticInput
+    buffer: torch.Tensor
+    pad: torch.Tensor
+    poison: torch.Tensor
+
+    def mask(self, tails: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        return tails[self.spec.rows].view(-1, *(1 for _ in self.spec.item))
+
+    def view(self, tensor: torch.Tensor, batch: int) -> torch.Tensor:
+        return tensor.narrow(self.spec.axis, 0, batch * self.spec.rows)
+
+
+class BufferRegistry:
+    """`buffers` by the names of `specs`, for the widest batch. `forget`: names whose tails are never reset, which is a
+    defect planted for the verifier to find. `hooks(raw, padded)` run after each fill, in order.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[StaticInput],
+        buffers: Mapping[str, torch.Tensor],
+        *,
+        forget: Collection[str] = (),
+        hooks: Sequence[Hook] = (),
+    ):
+        self._slots = {spec.name: _bind(spec, buffers[spec.name]) for spec in specs}
+        self._forget, self._hooks = frozenset(forget), tuple(hooks)
+        widest = max(slot.buffer.shape[slot.spec.axis] for slot in self._slots.values())
+        self._rows = torch.arange(widest, device=next(iter(self._slots.values())).buffer.device)
+
+    def poison_tails(self, raw: torch.Tensor, padded: int) -> None:
+        """Plausible values into rows `raw` (int [1], on the device) to `padded` of every buffer."""
+        self._poison(self._tails(raw, padded), padded)
+
+    def fill_from(
+        self,
+        sources: Mapping[str, torch.Tensor | None],
+        raw: torch.Tensor,
+        padded: int,
+        *,
+        skip: Collection[str] = (),
+        poison: bool = False,
+    ) -> None:
+        """Rows below `raw` (int [1], on the device) from `sources`, rows up to `padded` reset to the pad value.
+
+        A source has rows for at least `padded` requests, in the dtype of its buffer or one that converts to it; of a
+        source that is None only the tail is reset. Buffers in `skip` are left alone entirely, and so is every row
+        beyond `padded`. `poison`: the tails are poisoned first.
+        """
+        tails = self._tails(raw, padded)
+        if poison:
+            self._poison(tails, padded)
+        for name, slot in self._slots.items():
+            if name in skip:
+                continue
+            buffer, source = slot.view(slot.buffer, padded), sources.get(name)
+            live = buffer if source is None else slot.view(source, padded).to(buffer.dtype)
+            tail = buffer if name in self._forget else slot.view(slot.pad, padded)
+            torch.where(slot.mask(tails), tail, live, out=buffer)
+        for hook in self._hooks:
+            hook(raw, padded)
+
+    def copy_slots(self, sources: Mapping[str, torch.Tensor], rows: int) -> None:
+        """The first `rows` requests of `sources` and nothing else: no tail, no hook."""
+        for name, source in sources.items():
+            slot = self._slots[name]
+            slot.view(slot.buffer, rows).copy_(slot.view(source, rows))
+
+    def _poison(self, tails: Mapping[int, torch.Tensor], padded: int) -> None:
+        for slot in self._slots.values():
+            buffer, poison = slot.view(slot.buffer, padded), slot.view(slot.poison, padded)
+            torch.where(slot.mask(tails), poison, buffer, out=buffer)
+
+    def _tails(self, raw: torch.Tensor, padded: int) -> dict[int, torch.Tensor]:
+        """By rows of a request, which rows are pad rows."""
+        each = {slot.spec.rows for slot in self._slots.values()}
+        return {rows: self._rows[: padded * rows] >= (raw if rows == 1 else raw * rows) for rows in each}
+
+
+def _bind(spec: StaticInput, buffer: torch.Tensor) -> _Slot:
+    size = buffer.shape[spec.axis]
+    shape = (size, *(1 for _ in spec.item))
+    mixed = (torch.arange(size, device=buffer.device) * _MIX) & 0x7FFFFFFF
+    poison = spec.low + (mixed ^ (mixed >> 15)) % max(spec.high - spec.low, 1)
+    # As wide as the buffer along the batch only: the rest broadcasts.
+    plain = torch.full((size,), spec.pad, device=buffer.device).to(buffer.dtype).view(shape)
+    leading = (*(1 for _ in spec.leading), *shape)
+    return _Slot(spec, buffer, plain.view(leading), poison.to(buffer.dtype).view(leading))

@@ -1,0 +1,19 @@
+"""`dsa-verify faults`: the planted faults, what each spoils and what the verifier must call it."""
+
+from __future__ import annotations
+
+import click
+
+from dsa_verify.subjects.faults import FAULTS, names
+from dsa_verify.systems.catalogue import get_system
+
+
+def run(system: str | None) -> None:
+    if system is not None:
+        get_system(system)
+    listed = names(system)
+    width = max(map(len, listed))
+    for name in listed:
+        fault = FAULTS[name]
+        where = f"  [{fault.field}]" if fault.field else ""
+        click.echo(f"{name:<{width}}  {fault.summary}{where}")

@@ -1,1 +1,0 @@
-"""What the commands do, one file each; cli.py only parses."""

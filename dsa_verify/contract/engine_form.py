@@ -1,0 +1,59 @@
+"""OwnForm: where the metadata of an engine is right in another form than the contract's, as data, so that it is still
+judged there and not left out.
+
+An engine may serve all captured batches from one buffer, keep lengths that the contract has as one tensor in two, and
+give the rows of pad requests values of its own. How the judge takes that into account: judge/pad_rows.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import torch
+
+from dsa_verify.contract.layout import Layout
+from dsa_verify.contract.subject import Inputs, SubjectFactory
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PadRows:
+    """What the rows of a pad request hold: `value` in the first `columns` of them (0: in all), anything beyond."""
+
+    value: int
+    columns: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OwnForm:
+    """`pads`: by field, what rows of pad requests hold; in a round without a request that the engine can be given they
+    are not judged. `aliases`: by field, which field it is a view of (None: of none). `shared`: every buffer serves all
+    captured batches. `outside(inputs)`: bool [bucket] on the device, requests that the engine cannot be given, whose
+    rows are not judged; of pad requests it may say anything.
+    """
+
+    pads: Mapping[str, PadRows] = dataclasses.field(default_factory=dict)
+    aliases: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    shared: bool = False
+    outside: Callable[[Inputs], torch.Tensor] | None = None
+
+    def layout(self, layout: Layout) -> Layout:
+        """`layout` as the engine has it."""
+        fields = tuple(
+            dataclasses.replace(
+                field, alias=self.aliases.get(field.name, field.alias), shared=self.shared or field.shared
+            )
+            for field in layout
+        )
+        return dataclasses.replace(layout, fields=fields)
+
+
+CONTRACT_FORM: Final = OwnForm()
+
+
+def own_form(factory: SubjectFactory) -> OwnForm:
+    """The form of the subjects of `factory`: of its static method `own_form() -> OwnForm`, if it has one."""
+    ask = getattr(factory, "own_form", None)
+    form: OwnForm = CONTRACT_FORM if ask is None else ask()
+    return form

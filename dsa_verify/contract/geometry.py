@@ -1,0 +1,330 @@
+"""Geometry: everything that stays fixed for a run, and the presets that name real models (contract 0.1, 0.3).
+
+A geometry says how large things are, never what a round holds. `Geometry.resolve` is the only way one is made from
+a preset and overrides, so that a wrong combination is refused in one place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.schedule_variants import VARIANTS, Indices
+from dsa_verify.contract.topk_plan import PLAN_RULES
+
+MAX_CONTEXT_TOKENS: Final = 1 << 21
+MAX_BATCH: Final = 16_384
+MAX_DRAFT_TOKENS: Final = 16
+MAX_SLOTS: Final = 1 << 31
+MIN_DRAFT_STEPS, MAX_DRAFT_STEPS = 2, 8
+INDEX_DTYPES: Final = ("int64", "int32")
+INPUT_VIEWS: Final = ("plain", "offset", "strided")
+# A request table whose last row begins at element 2**31: 17 GiB, so of edges only.
+FAR: Final = "far"
+TABLE_VIEWS: Final = ("plain", "strided")
+WARM_UPS: Final = ("refreshed", "together")
+TABLE_GAP: Final = 64  # elements behind each row of a strided table
+PADDED_MODES: Final = ("decode", "verify", "draft_block", "draft_extend")
+LOG_BASES: Final = ("2", "e")
+# Page ids of a request row change with its generation; so many generations of all rows are pairwise disjoint.
+DISJOINT_GENERATIONS: Final = 4
+# Pools (contract 0.3).
+POOLED_PAGE_SIZE: Final = 64
+GROUP_TOPK: Final = (128, 160, 192, 224, 256, 512, 2048)
+MAX_TOPK: Final = 2048
+SCALED_DOWN_PRESETS: Final = ("tiny", "tiny_indexer", "tiny_pool")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """Sizes and forms of one run. Lengths and widths are in tokens unless the name says otherwise.
+
+    `context`: largest sequence length. `page_size`: physical page P. `topk`: K. `pool_size`: K-pool size kp.
+    `draft_tokens`: N (1 in decode). `request_rows`: rows of `req_to_token`, row 0 being the pad request.
+    `table_width`: columns of `page_table_1` (0: `context`); a length beyond it is legal and must not be written.
+    `token_table_width`: columns of `req_to_token` (0: `context + draft_tokens` rounded up to 64 and one page more).
+    `first_page`: the lowest page id that a request may hold, page 0 being the pad request's; a large pool's ids cost
+    no memory but in the pools of dcp.
+    `architecture`: 90 or 100, which decides the form of `paged_mqa_ctx_lens_2d` (contract 1.2).
+    `index_dtype`: dtype of `seq_lens` and `req_pool_indices`. `input_view`: how the input tensors lie in memory;
+    "far" takes 17 GiB, for a request table whose last row begins at element 2**31.
+    `table_view`: how the page tables that a subject is given lie: rows adjacent, or "strided" with a guarded gap
+    behind each; engines have them adjacent, and a copy may ask for it (contract 2.2).
+    `wide_table`: whether `page_table_1` exists (contract 1.5).
+    `warm_ups`: whether each of the two runs of a graph's body before its capture has eager work of its own before it
+    ("refreshed"), or both have the first one's ("together"); engines do either.
+    `draft_steps`: n speculative steps, of mtp alone; its n - 1 draft backends are the destinations (contract 2).
+    `indexer`: whether the indexer's metadata (schedule, top-k plan; with pooling its views and write plan) is part of
+    the layout. Then `multiprocessors` is S, `schedule` a variant of contract 3.2, `plan_rules` a table of contract 5.
+    (V4c is told from others by lengths of N columns, which `architecture` 100 alone lays out, though 90 builds it.)
+    `padded_mode`, `window`, `sparse_ratio`, `dense_ratio`, `low_ratios`, `replay_floor`, `request_floors`,
+    `index_align`: of padded alone (contract 7): the kind of step, the sliding window, tokens of one compressed entry,
+    whether ratios 1 and 2 exist too, the first position that a replay may read of any request, whether each request has
+    such a position of its own instead (pad rows keep `replay_floor`), and what widths are rounded up to.
+    `graph_tokens`: G of ragged_verify, the most token rows of a graph (0: all buckets hold N a request; contract 9).
+    `dcp_size` (D), `dcp_block` (I), `heads`, `head_dim`, `log_base`: of dcp alone (contract 8).
+    """
+
+    preset: str
+    context: int
+    page_size: int
+    topk: int
+    pool_size: int = 1
+    draft_tokens: int = 1
+    request_rows: int = 97
+    table_width: int = 0
+    token_table_width: int = 0
+    first_page: int = 1
+    architecture: int = 90
+    index_dtype: str = "int64"
+    input_view: str = "plain"
+    table_view: str = "plain"
+    wide_table: bool = True
+    warm_ups: str = "refreshed"
+    draft_steps: int = 4
+    indexer: bool = False
+    multiprocessors: int = 132
+    schedule: str = "V4b"
+    plan_rules: str = "H200"
+    padded_mode: str = "decode"
+    window: int = 128
+    sparse_ratio: int = 4
+    dense_ratio: int = 128
+    low_ratios: bool = False
+    replay_floor: int = 0
+    request_floors: bool = False
+    index_align: int = 64
+    graph_tokens: int = 0
+    dcp_size: int = 1
+    dcp_block: int = 1
+    heads: int = 16
+    head_dim: int = 64
+    log_base: str = "2"
+
+    @property
+    def columns(self) -> int:
+        """Columns of `page_table_1`."""
+        return self.table_width or self.context
+
+    @property
+    def pages(self) -> int:
+        """Columns of `real_page_table`."""
+        return -(-self.columns // self.page_size)
+
+    @property
+    def table_gap(self) -> int:
+        """Elements behind each row of a page table that nobody may write."""
+        return TABLE_GAP if self.table_view == "strided" else 0
+
+    @property
+    def allocator_page(self) -> int:
+        """A: tokens whose slots are consecutive and aligned (contract 0.1)."""
+        return self.page_size * self.pool_size * self.dcp_size
+
+    @property
+    def token_columns(self) -> int:
+        """Columns of `req_to_token`, over-allocated as engines do and never less than a table needs."""
+        needed = max(self.context + self.draft_tokens, self.columns)
+        return self.token_table_width or -(-needed // 64) * 64 + self.allocator_page
+
+    @property
+    def pages_per_row(self) -> int:
+        """Allocator pages that one row of `req_to_token` spans."""
+        return -(-self.token_columns // self.allocator_page)
+
+    @property
+    def page_id_space(self) -> int:
+        """Power of two that page ids are drawn below, before `first_page` is added."""
+        return 1 << (DISJOINT_GENERATIONS * self.request_rows * self.pages_per_row - 1).bit_length()
+
+    @property
+    def slots(self) -> int:
+        """Token slots of the pool; every entry of `req_to_token` is below it."""
+        return (self.page_id_space + self.first_page) * self.allocator_page
+
+    @classmethod
+    def resolve(cls, preset: str, overrides: Mapping[str, Any] | None = None, *, where: str = "") -> Geometry:
+        """The geometry of `preset` with `overrides`; UsageError names the field, its value and the limit."""
+        if preset not in PRESETS:
+            raise UsageError(f"preset: {preset!r} is unknown; known presets: {', '.join(PRESETS)}")
+        values: dict[str, Any] = dict(PRESETS[preset])
+        for key, value in (overrides or {}).items():
+            expected = _FIELD_TYPES.get(key)
+            if expected is None or key == "preset":
+                known = ", ".join(name for name in _FIELD_TYPES if name != "preset")
+                raise UsageError(f"{where}{key!r}: unknown geometry field; known fields: {known}")
+            if type(value) is not expected:
+                got = type(value).__name__
+                raise UsageError(f"{where}{key}: {value!r} is {got}; it must be {expected.__name__}")
+            values[key] = value
+        geometry = cls(preset=preset, **values)
+        geometry._check(where)
+        return geometry
+
+    def overrides(self) -> dict[str, Any]:
+        """The fields in which this geometry differs from its preset: what a case file stores."""
+        base = Geometry(preset=self.preset, **PRESETS[self.preset])
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != getattr(base, field.name)
+        }
+
+    def replace(self, **changes: Any) -> Geometry:
+        """A checked copy with `changes`."""
+        return Geometry.resolve(self.preset, {**self.overrides(), **changes})
+
+    def _check(self, where: str) -> None:
+        limits: tuple[tuple[str, int, int], ...] = (
+            ("context", 1, MAX_CONTEXT_TOKENS),
+            ("page_size", 1, 1024),
+            ("topk", 1, 2048),
+            ("pool_size", 1, 16),
+            ("draft_tokens", 1, MAX_DRAFT_TOKENS),
+            ("draft_steps", MIN_DRAFT_STEPS, MAX_DRAFT_STEPS),
+            ("request_rows", 2, 2 * MAX_BATCH + 1),
+            ("table_width", 0, MAX_CONTEXT_TOKENS),
+            ("token_table_width", 0, 2 * MAX_CONTEXT_TOKENS),
+            ("first_page", 1, MAX_SLOTS),
+            ("multiprocessors", 1, 1024),
+            ("window", 1, 1024),
+            ("sparse_ratio", 1, 1024),
+            ("dense_ratio", 1, 1024),
+            ("replay_floor", 0, MAX_CONTEXT_TOKENS),
+            ("index_align", 1, 128),
+            ("graph_tokens", 0, MAX_BATCH * MAX_DRAFT_TOKENS),
+            ("dcp_size", 1, 8),
+            ("dcp_block", 1, 1024),
+            ("heads", 1, 128),
+            ("head_dim", 1, 1024),
+        )
+        for name, low, high in limits:
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise UsageError(f"{where}{name}: {value} is outside {low}..{high}; choose a value inside")
+        for name in ("page_size", "pool_size", "sparse_ratio", "dense_ratio", "head_dim"):
+            value = getattr(self, name)
+            if value & (value - 1):
+                raise UsageError(f"{where}{name}: {value} is not a power of two; use 1, 2, 4, ...")
+        named: tuple[tuple[str, Iterable[str]], ...] = (
+            ("index_dtype", INDEX_DTYPES),
+            ("input_view", (*INPUT_VIEWS, FAR)),
+            ("table_view", TABLE_VIEWS),
+            ("warm_ups", WARM_UPS),
+            ("schedule", VARIANTS),
+            ("plan_rules", PLAN_RULES),
+            ("padded_mode", PADDED_MODES),
+            ("log_base", LOG_BASES),
+        )
+        for name, choices in named:
+            if getattr(self, name) not in choices:
+                raise UsageError(f"{where}{name}: {getattr(self, name)!r} is not one of {', '.join(choices)}")
+        if self.architecture not in (90, 100):
+            raise UsageError(f"{where}architecture: {self.architecture} is not 90 or 100")
+        if self.indexer:
+            if VARIANTS[self.schedule].indices is Indices.MANDATORY:
+                raise UsageError(f"{where}schedule: {self.schedule} needs indices, which no system passes; use another")
+            if self.multiprocessors < 2 and VARIANTS[self.schedule].paired_at:
+                raise UsageError(
+                    f"{where}multiprocessors: {self.multiprocessors} makes no pair, and {self.schedule} takes them in "
+                    "pairs; use 2 or more"
+                )
+            _check_pools(self, where)
+        needed = max(self.context + self.draft_tokens, self.columns)
+        if self.token_columns < needed:
+            raise UsageError(
+                f"{where}token_table_width: {self.token_columns} is below {needed}, what the context needs"
+            )
+        if not self.wide_table and (self.page_size == 1 or self.draft_tokens > 1 or self.pool_size > 1):
+            raise UsageError(
+                f"{where}wide_table: false needs page_size > 1, draft_tokens 1 and pool_size 1 (contract 1.5)"
+            )
+        if self.pool_size > 1 and self.context < self.draft_tokens + self.pool_size:
+            raise UsageError(
+                f"{where}context: {self.context} is below draft_tokens + pool_size, the length of a pad row; raise it"
+            )
+        if self.slots > MAX_SLOTS:
+            raise UsageError(
+                f"{where}request_rows: {self.request_rows} rows of {self.token_columns} tokens from page "
+                f"{self.first_page} on need {self.slots} slots, more than int32 holds ({MAX_SLOTS}); lower "
+                "request_rows, context or first_page"
+            )
+
+
+def _check_pools(geometry: Geometry, where: str) -> None:
+    """UsageError, with the remedy, if `geometry` is one that pooling does not support (contract 0.3)."""
+    for name, low, high in (("draft_tokens", 1, MAX_DRAFT_TOKENS), ("topk", 1, MAX_TOPK)):
+        value = getattr(geometry, name)
+        if not low <= value <= high:
+            raise UsageError(f"{where}{name}: {value} is outside {low}..{high}; choose a value inside")
+    pool, page, topk = geometry.pool_size, geometry.page_size, geometry.topk
+    if pool == 1:
+        return
+    scaled_down = geometry.preset in SCALED_DOWN_PRESETS
+    if page != POOLED_PAGE_SIZE and not scaled_down:
+        raise UsageError(
+            f"{where}page_size: {page} with pool_size {pool}; pooling exists for page_size {POOLED_PAGE_SIZE} only, "
+            f"use it, or pool_size 1, or preset {' or '.join(SCALED_DOWN_PRESETS)}"
+        )
+    for name, value in (("page_size", page), ("topk", topk)):
+        if value % pool:
+            raise UsageError(f"{where}pool_size: {pool} does not divide {name} {value}; use a pool_size that does")
+    if not scaled_down and topk // pool not in GROUP_TOPK:
+        allowed = ", ".join(str(groups * pool) for groups in GROUP_TOPK if groups * pool <= MAX_TOPK)
+        raise UsageError(
+            f"{where}topk: {topk} is {topk // pool} pools of {pool} tokens, for which there is no top-k kernel; "
+            f"with this pool_size use a topk of {allowed}"
+        )
+
+
+_TINY: Final = {"context": 203, "page_size": 4, "topk": 32, "heads": 2, "head_dim": 8}
+_TINY_INDEXER: Final = {"indexer": True, "multiprocessors": 5, "schedule": "tiny"}
+
+PRESETS: Final[dict[str, dict[str, Any]]] = {
+    "deepseek_v32": {"context": 131_072, "page_size": 64, "topk": 2048},
+    "deepseek_v32_indexer": {"context": 131_072, "page_size": 64, "topk": 2048, "indexer": True},
+    "glm53_flash": {"context": 131_072, "page_size": 64, "topk": 2048, "pool_size": 4, "indexer": True},
+    "deepseek_v4": {"context": 131_072, "page_size": 256, "topk": 512},
+    # Every boundary within reach of small numbers; the width is a multiple of neither the page nor a table block.
+    "tiny": _TINY,
+    "tiny_indexer": {**_TINY, **_TINY_INDEXER, "plan_rules": "tiny_low"},
+    "tiny_pool": {
+        "context": 603,
+        "page_size": 4,
+        "topk": 32,
+        "pool_size": 4,
+        **_TINY_INDEXER,
+        "plan_rules": "tiny",
+    },
+    "tiny_v4": {
+        "context": 203,
+        "page_size": 16,
+        "topk": 16,
+        "window": 8,
+        "dense_ratio": 8,
+        "index_align": 8,
+    },
+    # The pages, ratios and alignment of the model, which its own kernels have built in, over a short context.
+    "small_v4": {"context": 1203, "page_size": 256, "topk": 64, "window": 16},
+}
+
+_FIELD_TYPES: Final = {
+    field.name: {"int": int, "str": str, "bool": bool}[str(field.type)] for field in dataclasses.fields(Geometry)
+}
+
+
+def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
+    """Overrides of a geometry from KEY=VALUE texts; UsageError for another form. `resolve` checks keys and values."""
+    settings: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"--set {text!r}: not KEY=VALUE; for example --set page_size=1")
+        try:
+            settings[key] = json.loads(value)
+        except json.JSONDecodeError:
+            settings[key] = value
+    return settings

@@ -1,0 +1,330 @@
+"""RoundTable: many rounds as columns, padded the way an engine pads them, ready to be uploaded in one go.
+
+The replayer never looks at a `Round` while it replays; it uploads a table and lets the device pick row after row.
+Everything the judge needs to know about liveness is derived here, on the host, from the contract's rules: the live
+token bound of each request, the token rows of this round and the request each of them belongs to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.geometry import DISJOINT_GENERATIONS, Geometry
+from dsa_verify.contract.kpool import check_lengths, live_candidates
+from dsa_verify.contract.ragged import graph_tokens, padded_verify_lens
+from dsa_verify.contract.round import POISONS, Round, drawn_lens, has_floors, pooled_indexer
+
+PAD_REQUEST: Final = 0
+PAGE_ID_MULTIPLIER: Final = 0x9E3779B1  # odd, so multiplying permutes the ids modulo a power of two
+
+Array = npt.NDArray[np.int64]
+_COLUMNS: Final = {"req_pool_indices": "requests"}  # where an input is called otherwise than its column
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RoundTable:
+    """M rounds, padded to the widest bucket B and the most token rows T. All arrays are int64.
+
+    `bucket`, `raw`, `poison` (index into POISONS), `twice`, `foreign`, `seed`, `token_rows`: [M]. `seq_lens`,
+    `requests`, `extend_lens`, `accept_lens`, `verify_lens`, `replay_floors`, `live_tokens`, `live_candidates`: [M, B].
+    `row_request`: [M, T], the batch row that owns each token row (0 beyond `token_rows`). `remap_rows`,
+    `remap_generations`: [M, R], row -1 where there is none; the first `remap_pages` pages of such a row are those that
+    `remap_origins` had (0 of row 0: none). `ragged`, `accepts`, `verifies`, `floors`: whether rounds of this system say
+    extend, accept, verify lengths, floors.
+    """
+
+    bucket: Array
+    raw: Array
+    poison: Array
+    twice: Array
+    foreign: Array
+    seed: Array
+    token_rows: Array
+    seq_lens: Array
+    requests: Array
+    extend_lens: Array
+    accept_lens: Array
+    verify_lens: Array
+    replay_floors: Array
+    live_tokens: Array
+    live_candidates: Array
+    row_request: Array
+    remap_rows: Array
+    remap_generations: Array
+    remap_origins: Array
+    remap_pages: Array
+    ragged: bool
+    accepts: bool
+    verifies: bool
+    floors: bool
+
+    def __len__(self) -> int:
+        return len(self.bucket)
+
+    def drawn(self, name: str) -> Array:
+        """The column that the static input `name` is filled from: [M, B]."""
+        column: Array = getattr(self, _COLUMNS.get(name, name))
+        return column
+
+    def rounds(self) -> list[Round]:
+        """All rows as `Round`s."""
+        return [self.round(i) for i in range(len(self))]
+
+    def round(self, i: int) -> Round:
+        """Row `i` as a `Round`."""
+        raw = int(self.raw[i])
+        return Round(
+            bucket=int(self.bucket[i]),
+            seq_lens=tuple(self.seq_lens[i, :raw].tolist()),
+            requests=tuple(self.requests[i, :raw].tolist()),
+            extend_lens=tuple(self.extend_lens[i, :raw].tolist()) if self.ragged else None,
+            accept_lens=tuple(self.accept_lens[i, :raw].tolist()) if self.accepts else None,
+            verify_lens=tuple(self.verify_lens[i, :raw].tolist()) if self.verifies else None,
+            replay_floors=tuple(self.replay_floors[i, :raw].tolist()) if self.floors else None,
+            remap=tuple(int(row) for row in self.remap_rows[i] if row >= 0),
+            prefixes=tuple(
+                (int(self.remap_rows[i, slot]), int(self.remap_origins[i, slot]), int(self.remap_pages[i, slot]))
+                for slot in np.flatnonzero(self.remap_pages[i])
+            ),
+            poison=POISONS[int(self.poison[i])],
+            twice=bool(self.twice[i]),
+            foreign=bool(self.foreign[i]),
+            seed=int(self.seed[i]),
+        )
+
+
+def rows_per_request(system: str, geometry: Geometry) -> int:
+    """Token rows of one request where all requests have as many."""
+    n = geometry.draft_tokens
+    if system == "padded":
+        return {"decode": 1, "verify": n, "draft_block": n - 1, "draft_extend": n}[geometry.padded_mode]
+    return n
+
+
+def token_capacity(system: str, geometry: Geometry, bucket: int) -> int:
+    """Token rows that a graph of `bucket` requests is captured with; G of contract 9 in ragged_verify."""
+    return graph_tokens(geometry, bucket) if system == "ragged_verify" else bucket * rows_per_request(system, geometry)
+
+
+def tokens_written_back(system: str, geometry: Geometry) -> int:
+    """How far before the end of its length a request writes its first token in a step (contract 4.2, 7.1, 8.2)."""
+    n = geometry.draft_tokens
+    step = geometry.padded_mode if system == "padded" else system
+    return {"target_verify": 0, "ragged_verify": 0, "verify": 0, "draft_block": 0, "draft_extend": n}.get(step, 1)
+
+
+def pages_before_writes(system: str, geometry: Geometry, lengths: Any) -> Any:
+    """Whole allocator pages before the first token that a request of each length writes in a step: those that it may
+    share with another. `lengths`: an integer, or any array or tensor of them."""
+    back = tokens_written_back(system, geometry)
+    return (lengths - back) * (lengths > back) // geometry.allocator_page
+
+
+def seq_len_fill(system: str, geometry: Geometry) -> int:
+    """What a pad row's length holds (contract 0.2)."""
+    if system == "draft_extend" and geometry.pool_size > 1:
+        # Keeps the first pool write of a pad row, seq - N, at or above a whole pool.
+        return max(1, geometry.draft_tokens + geometry.pool_size)
+    return 1
+
+
+def tabulate(
+    system: str,
+    geometry: Geometry,
+    rounds: Sequence[Round],
+    generations: Array,
+    *,
+    widest_bucket: int,
+    remap_slots: int | None = None,
+) -> RoundTable:
+    """The table of `rounds`; `generations` [request_rows] is advanced in place by their remaps.
+
+    `remap_slots`: request rows that may move in one round; None: as many as do in the round that moves most. UsageError
+    for a round that does not fit: more rows that move, more requests than its bucket or a bucket above
+    `widest_bucket`, and lengths that a write plan leaves undefined (contract 4.2).
+    """
+    count, n = len(rounds), geometry.draft_tokens
+    slots = remap_slots if remap_slots is not None else max((len(r.remap) for r in rounds), default=0)
+    seq_lens = np.full((count, widest_bucket), seq_len_fill(system, geometry), np.int64)
+    requests = np.full((count, widest_bucket), PAD_REQUEST, np.int64)
+    extend_lens = np.full((count, widest_bucket), n, np.int64)
+    accept_lens = np.full((count, widest_bucket), n, np.int64)
+    verify_lens = np.zeros((count, widest_bucket), np.int64)
+    replay_floors = np.full((count, widest_bucket), geometry.replay_floor, np.int64)
+    remap_rows = np.full((count, slots), -1, np.int64)
+    remap_generations, remap_origins, remap_pages = (np.zeros((count, slots), np.int64) for _ in range(3))
+    for i, round_ in enumerate(rounds):
+        raw = round_.raw_batch
+        _check_fits(round_, widest_bucket, slots, where=f"rounds[{i}].")
+        if pooled_indexer(geometry):
+            check_lengths(system, geometry, round_.seq_lens, where=f"rounds[{i}].")  # type: ignore[arg-type]
+        seq_lens[i, :raw] = round_.seq_lens
+        requests[i, :raw] = round_.requests
+        if round_.extend_lens is not None:
+            extend_lens[i, :raw] = round_.extend_lens
+        if round_.accept_lens is not None:
+            accept_lens[i, :raw] = round_.accept_lens
+        if round_.verify_lens is not None:
+            verify_lens[i, :raw] = round_.verify_lens
+        if round_.replay_floors is not None:
+            replay_floors[i, :raw] = round_.replay_floors
+        taken = {row: (origin, pages) for row, origin, pages in round_.prefixes}
+        for slot, row in enumerate(dict.fromkeys(round_.remap)):
+            generations[row] += 1
+            remap_rows[i, slot] = row
+            remap_generations[i, slot] = generations[row]
+            remap_origins[i, slot], remap_pages[i, slot] = taken.get(row, (PAD_REQUEST, 0))
+    return complete_table(
+        system,
+        geometry,
+        bucket=np.array([r.bucket for r in rounds], np.int64),
+        raw=np.array([r.raw_batch for r in rounds], np.int64),
+        poison=np.array([POISONS.index(r.poison) for r in rounds], np.int64),
+        twice=np.array([r.twice for r in rounds], np.int64),
+        foreign=np.array([r.foreign for r in rounds], np.int64),
+        seed=np.array([r.seed for r in rounds], np.int64),
+        seq_lens=seq_lens,
+        requests=requests,
+        extend_lens=extend_lens,
+        accept_lens=accept_lens,
+        verify_lens=verify_lens,
+        replay_floors=replay_floors,
+        remap_rows=remap_rows,
+        remap_generations=remap_generations,
+        remap_origins=remap_origins,
+        remap_pages=remap_pages,
+    )
+
+
+def _check_fits(round_: Round, widest_bucket: int, remap_slots: int, *, where: str) -> None:
+    """UsageError for a round that the columns of a table do not hold."""
+    raw, moves = round_.raw_batch, len(set(round_.remap))
+    if round_.bucket > widest_bucket:
+        raise UsageError(f"{where}bucket: {round_.bucket} exceeds {widest_bucket}, the widest of this run; capture it")
+    if raw > round_.bucket:
+        raise UsageError(f"{where}seq_lens: {raw} requests exceed the bucket of {round_.bucket}; use a wider bucket")
+    lens = {"requests": round_.requests, "extend_lens": round_.extend_lens, "accept_lens": round_.accept_lens}
+    for name, values in (lens | {"verify_lens": round_.verify_lens}).items():
+        if values is not None and len(values) != raw:
+            raise UsageError(f"{where}{name}: {len(values)} entries for {raw} seq_lens; give one a request")
+    if moves > remap_slots:
+        raise UsageError(
+            f"{where}remap: {moves} request rows move, more than the {remap_slots} that a round of this run has room "
+            "for; move the others in another round"
+        )
+
+
+def complete_table(
+    system: str,
+    geometry: Geometry,
+    *,
+    bucket: Array,
+    raw: Array,
+    poison: Array,
+    twice: Array,
+    seed: Array,
+    seq_lens: Array,
+    requests: Array,
+    extend_lens: Array,
+    accept_lens: Array,
+    verify_lens: Array,
+    replay_floors: Array,
+    remap_rows: Array,
+    remap_generations: Array,
+    remap_origins: Array,
+    remap_pages: Array,
+    foreign: Array | None = None,
+) -> RoundTable:
+    """A table from its drawn columns; adds what the contract derives from them (live bounds, token rows)."""
+    count, widest = seq_lens.shape
+    in_bucket = np.arange(widest)[None, :] < bucket[:, None]
+    if system == "draft_extend":
+        owned = extend_lens
+    elif system == "ragged_verify":
+        owned = padded_verify_lens(geometry, bucket, raw, verify_lens)
+    else:
+        owned = np.full_like(extend_lens, rows_per_request(system, geometry))
+    # Contract 1.2, 9: in verify the rows of a request are live up to the length with its whole draft.
+    live_tokens = seq_lens + owned if system in ("target_verify", "ragged_verify") else seq_lens
+    owned = np.where(in_bucket, owned, 0)
+    token_rows = owned.sum(1)
+    row_request = np.zeros((count, token_capacity(system, geometry, widest)), np.int64)
+    if system != "decode":
+        for i in range(count):
+            row_request[i, : token_rows[i]] = np.repeat(np.arange(widest), owned[i])
+    lens = drawn_lens(system, geometry)
+    return RoundTable(
+        bucket=bucket,
+        raw=raw,
+        poison=poison,
+        twice=twice,
+        foreign=np.zeros_like(twice) if foreign is None else foreign,
+        seed=seed,
+        token_rows=token_rows,
+        seq_lens=seq_lens,
+        requests=requests,
+        extend_lens=extend_lens,
+        accept_lens=accept_lens,
+        verify_lens=verify_lens,
+        replay_floors=replay_floors,
+        live_tokens=live_tokens,
+        live_candidates=_live_candidates(system, geometry, raw, seq_lens, accept_lens),
+        row_request=row_request,
+        remap_rows=remap_rows,
+        remap_generations=remap_generations,
+        remap_origins=remap_origins,
+        remap_pages=remap_pages,
+        ragged="extend_lens" in lens,
+        accepts="accept_lens" in lens,
+        verifies="verify_lens" in lens,
+        floors=has_floors(system, geometry),
+    )
+
+
+def _live_candidates(system: str, geometry: Geometry, raw: Array, seq_lens: Array, accept_lens: Array) -> Array:
+    """Columns of `write_loc` that a consumer reads; none of a pad request, whose whole row it skips (contract 4.2)."""
+    if not pooled_indexer(geometry):
+        return np.zeros_like(seq_lens)
+    live = live_candidates(system, geometry, seq_lens, accept_lens)  # type: ignore[arg-type]
+    return np.where(np.arange(seq_lens.shape[1])[None, :] < raw[:, None], live, 0)
+
+
+def page_ordinals(geometry: Geometry, rows: Array, generations: Array) -> Array:
+    """The number of the first page of each row, by which its page ids are told from all others; below 2**31."""
+    return ((generations % DISJOINT_GENERATIONS) * geometry.request_rows + rows) * geometry.pages_per_row
+
+
+def token_slots(geometry: Geometry, rows: Array, generations: Array) -> Array:
+    """Slots of whole rows of `req_to_token` that share nothing: int64 [len(rows), token_columns] (contract 0.1).
+
+    Pages are consecutive and aligned; page ids differ between rows, pages and DISJOINT_GENERATIONS generations, so
+    a slot says which request and position it belongs to. Row 0, the pad request, is all zero.
+    """
+    pages = np.arange(geometry.pages_per_row, dtype=np.int64)
+    ordinal = page_ordinals(geometry, rows, generations)[:, None] + pages[None, :]
+    page_id = geometry.first_page + (ordinal * PAGE_ID_MULTIPLIER) % geometry.page_id_space
+    width = geometry.allocator_page
+    slots = (page_id[:, :, None] * width + np.arange(width)).reshape(len(rows), -1)[:, : geometry.token_columns]
+    return np.where(rows[:, None] == PAD_REQUEST, 0, slots)
+
+
+def owner_of_slot(geometry: Geometry, slot: int) -> tuple[int, int, int] | None:
+    """(request row, position, generation modulo DISJOINT_GENERATIONS) for which `slot` was drawn; None if for nobody.
+    The row need not have it now, and others may have taken it in a prefix."""
+    page_id, offset = divmod(slot, geometry.allocator_page)
+    inverse = pow(PAGE_ID_MULTIPLIER, -1, geometry.page_id_space)
+    ordinal = (page_id - geometry.first_page) * inverse % geometry.page_id_space
+    base, page = divmod(ordinal, geometry.pages_per_row)
+    generation, row = divmod(base, geometry.request_rows)
+    position = page * geometry.allocator_page + offset
+    drawn = 0 <= page_id - geometry.first_page < geometry.page_id_space
+    known = drawn and generation < DISJOINT_GENERATIONS
+    if not known or row == PAD_REQUEST or position >= geometry.token_columns:
+        return None
+    return row, position, generation

@@ -1,0 +1,237 @@
+"""Subject: what a pipeline under test looks like to the replayer. Oracles implement the same protocol.
+
+One instance serves one captured bucket. Its life: `allocate` once, outside capture; `before_replay` and `in_graph` as
+a warm-up, and again, or `in_graph` alone (`warm_ups` of the geometry); `in_graph` once under capture; then, for every
+round, `before_replay` and a replay of the captured graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import traceback
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, Final, Protocol, runtime_checkable
+
+import torch
+
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract import progress
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.glue_route import GlueConditions, Release, Route
+from dsa_verify.contract.layout import Layout
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """The static input buffers of one bucket; a subject must never write them.
+
+    `seq_lens`, `req_pool_indices`: [bucket], int64 or int32, possibly strided. `req_to_token`: int32 [request rows,
+    token columns], possibly strided by rows. `extend_lens`: int32 [bucket], draft-extend only. `accept_lens`: int32
+    [bucket], accepted tokens, draft-extend with a pooled indexer only. Contract 0.1.
+
+    `verify_lens`: int32 [bucket], tokens to verify, ragged_verify only (contract 9). `out_cache_loc`: int64 [token
+    rows], the slot each token is written to, padded and dcp only. `full_to_swa`: int32 [slots + 1], constant, padded
+    only (contract 7.1). `replay_floors`: int32 [bucket], the first position of each request that a replay may read,
+    padded with `request_floors` only; else it is `geometry.replay_floor` of all. dcp only (contract 8): `kv_rows` int32
+    [bucket, 4], what is written there; `selected_positions` int32 [bucket, topk], positions or -1, and `selection`
+    int32 [bucket, topk], their slots or -1; `partial_out` float32 [D, bucket, heads, head_dim], `partial_lse` float32
+    [D, bucket, heads].
+
+    No two inputs that are strided have a stride in common. Of those of dcp, `selected_positions`, `selection` and
+    `partial_lse` may have their columns apart, the others the rows of their last dimension. A location is never -1:
+    that of no token is 0 (contract 0.1). No count comes with a selection: what is not -1 is selected (contract 8.3).
+    """
+
+    seq_lens: torch.Tensor
+    req_pool_indices: torch.Tensor
+    req_to_token: torch.Tensor
+    extend_lens: torch.Tensor | None = None
+    accept_lens: torch.Tensor | None = None
+    verify_lens: torch.Tensor | None = None
+    out_cache_loc: torch.Tensor | None = None
+    full_to_swa: torch.Tensor | None = None
+    replay_floors: torch.Tensor | None = None
+    kv_rows: torch.Tensor | None = None
+    selected_positions: torch.Tensor | None = None
+    selection: torch.Tensor | None = None
+    partial_out: torch.Tensor | None = None
+    partial_lse: torch.Tensor | None = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The inputs that this system has, by name."""
+        names = (field.name for field in dataclasses.fields(self))
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+class Buffers(MutableMapping[str, torch.Tensor]):
+    """The output tensors of one bucket by field name, each guarded on both sides and at a stable address.
+
+    Assigning a name replaces what the verifier takes for that output, which after capture is a finding.
+    """
+
+    def __init__(self, layout: Layout, tensors: Mapping[str, torch.Tensor]):
+        self.layout = layout
+        self._tensors = dict(tensors)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
+        self._tensors[name] = tensor
+
+    def __delitem__(self, name: str) -> None:
+        del self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+@runtime_checkable
+class Subject(Protocol):
+    """A metadata pipeline at one bucket.
+
+    `allocate` may keep the tensors of `buffers` as its outputs (they are guarded), or fix buffers of its own and
+    return them from an optional method `outputs() -> Mapping[str, Tensor]`; it also writes the fields that are only
+    written at capture. `before_replay` is the eager work before each replay; `in_graph` is what is recorded. What a
+    subject itself can say of a wrong element it returns from an optional method `explain(field, row, column, got, want)
+    -> str | None`: it ends the sentence of the finding. With an optional method `foreign_work() -> None` it declares
+    what else runs between its replays (`has_foreign_work`), which is called before some rounds.
+    """
+
+    name: str
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None: ...
+
+    def before_replay(self) -> None: ...
+
+    def in_graph(self) -> None: ...
+
+
+@runtime_checkable
+class Routed(Subject, Protocol):
+    """What a subject has besides if it does not always replay its graph: the verifier asks `route` before each replay,
+    runs `in_graph` eagerly where that says so, and holds it against contract 7.4 under `glue_conditions`."""
+
+    release: Release
+
+    def route(self, raw_batch: int) -> Route: ...
+
+    def glue_conditions(self, raw_batch: int) -> GlueConditions: ...
+
+
+SubjectFactory = Callable[[], Subject]
+
+
+def not_covered(factory: SubjectFactory, layout: Layout, device: torch.device) -> dict[str, str]:
+    """By field of `layout`, why the subjects of `factory` do not give it; empty for most.
+
+    A factory may have a static method `not_covered(layout, device) -> Mapping[str, str]`. What it names is left out of
+    the comparison and listed in every result; UsageError for a name that is no field of `layout`.
+    """
+    ask = getattr(factory, "not_covered", None)
+    found = dict(ask(layout, device)) if ask is not None else {}
+    unknown = [name for name in found if name not in layout]
+    if unknown:
+        raise UsageError(
+            f"not_covered of {factory!r}: {', '.join(unknown)} are no fields of {layout.system}; its fields are "
+            f"{', '.join(field.name for field in layout)}"
+        )
+    return found
+
+
+def has_foreign_work(factory: object) -> bool:
+    """Whether the subjects of `factory` declare work for between the rounds: a method `foreign_work()` of the class, or
+    an attribute of that name of any other factory. It is eager work of the same process that is not the preparation of
+    a replay, such as a prefill or an idle step; it must leave the static inputs alone."""
+    return getattr(factory, "foreign_work", None) is not None
+
+
+def provenance(factory: SubjectFactory) -> dict[str, str]:
+    """What `factory` says about the code that it makes subjects of: a static method `provenance() -> Mapping[str,
+    str]`, such as versions and digests of files; empty for most. It is part of every result."""
+    ask = getattr(factory, "provenance", None)
+    return dict(ask()) if ask is not None else {}
+
+
+def current_outputs(subject: Subject, buffers: Buffers) -> Mapping[str, torch.Tensor]:
+    """What a consumer would read now: the subject's own `outputs()`, or the buffers it was given."""
+    own = getattr(subject, "outputs", None)
+    return buffers if own is None else own()
+
+
+_NEEDED: Final = ("allocate", "in_graph")
+
+
+def check_factory(label: str, factory: object) -> None:
+    """UsageError unless `factory`, which `label` names, is a class of subjects, or a function, which may make them.
+
+    It is called without arguments, so anything that a name happens to lead to must not pass: no builtin, no instance.
+    """
+    maker = factory
+    while isinstance(maker, functools.partial):
+        maker = maker.func
+    if isinstance(maker, type):
+        if missing := _missing(maker):
+            raise UsageError(
+                f"subject {label!r} is a class without {missing}; name one that has allocate, before_replay and "
+                "in_graph, or a function that makes such a subject"
+            )
+    elif not (inspect.isfunction(maker) or inspect.ismethod(maker)):
+        raise UsageError(
+            f"subject {label!r} is a {type(factory).__name__}, not a class or function; "
+            "name something that returns a new subject when called without arguments"
+        )
+
+
+def make_subject(factory: SubjectFactory) -> Subject:
+    """A new subject; UsageError if `factory` has made something else."""
+    subject = factory()
+    if missing := _missing(subject):
+        raise UsageError(
+            f"{getattr(factory, '__qualname__', repr(factory))} made a {type(subject).__name__}, which has no "
+            f"{missing}; return a new subject, which has allocate, before_replay and in_graph"
+        )
+    return subject
+
+
+def _missing(subject: object) -> str:
+    return " and no ".join(name for name in _NEEDED if not callable(getattr(subject, name, None)))
+
+
+def load_attribute(reference: str) -> Any:
+    """The object at `module:attribute`; UsageError says which half is wrong."""
+    module_name, _, attribute = reference.partition(":")
+    if not module_name or not attribute:
+        raise UsageError(f"subject {reference!r}: not of the form module:attribute; for example my_pipeline:MySubject")
+    slots = progress.current().slots
+    slots[progress.STAGE], stage = progress.IMPORT, slots[progress.STAGE]
+    try:
+        value: Any = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # a user's module may do anything while it is imported
+        raise UsageError(
+            f"subject {reference!r}: importing {module_name!r} raised {type(error).__name__}: {error}"
+            f"{_import_remedy(error, module_name)}"
+        ) from error
+    finally:
+        slots[progress.STAGE] = stage
+    for part in attribute.split("."):
+        if not hasattr(value, part):
+            raise UsageError(f"subject {reference!r}: {module_name!r} has no attribute {part!r}; check the spelling")
+        value = getattr(value, part)
+    return value
+
+
+def _import_remedy(error: BaseException, module_name: str) -> str:
+    if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+        return "; run from the folder that holds it, or install it"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    # Where the text is no Python, the last frame is the import's own, and the error says the line.
+    where = "" if last.filename.startswith("<frozen") else f" at {last.filename}:{last.lineno}"
+    exits = ", and a module that is imported must not exit" if isinstance(error, SystemExit) else ""
+    return f"{where}; mend the module{exits}"

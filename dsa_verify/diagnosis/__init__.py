@@ -1,0 +1,1 @@
+"""From a difference to a finding: it is replayed again, placed, and put into words."""

@@ -1,1 +1,0 @@
-"""The contract's tables as `Layout`s, one file per group of systems."""

@@ -1,0 +1,1 @@
+"""The pytest plugin: options and summary, the dsa fixture, and case files as test items."""

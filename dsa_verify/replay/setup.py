@@ -1,0 +1,177 @@
+"""Job: one subject on one set of captured buckets: what both the fast run and its slow confirmation open."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from dsa_verify.base.errors import NothingVerified
+from dsa_verify.base.out_of_memory import memory_told_apart
+from dsa_verify.contract import progress
+from dsa_verify.contract.engine_form import own_form
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.round import Round, Scenario
+from dsa_verify.contract.round_table import RoundTable, tabulate
+from dsa_verify.contract.subject import SubjectFactory, has_foreign_work, not_covered
+from dsa_verify.graphs import Backend
+from dsa_verify.replay.replayer import Replayer
+from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
+from dsa_verify.subjects.faults import brings_foreign_work, check_field, forgotten_inputs, plant
+from dsa_verify.systems.catalogue import subject_factory
+from dsa_verify.systems.engines import check_device
+from dsa_verify.systems.system import System
+from dsa_verify.waivers.waivers import NO_WAIVERS, Ledger, Waiver
+
+_FOREIGN_SHARE: Final = 0.125  # of the rounds
+_FOREIGN_STREAM: Final = 0xF0  # so that these draws are none of those that make the rounds
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """`subject` names what `factory` makes, so that a case can name it; `fault` is planted around it. `not_covered`:
+    by field that is not compared in any bucket that has it, why. `waivers`: those of `ledger` that apply.
+    """
+
+    system: System
+    geometry: Geometry
+    buckets: tuple[int, ...]
+    seed: int
+    subject: str
+    fault: str | None
+    factory: SubjectFactory
+    backend: Backend
+    not_covered: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ledger: Ledger = NO_WAIVERS
+    waivers: tuple[Waiver, ...] = ()
+
+    @property
+    def foreign(self) -> bool:
+        """Whether rounds may have foreign work before them."""
+        return has_foreign_work(self.factory) or (self.fault is not None and brings_foreign_work(self.fault))
+
+    def with_foreign_work(self, chunks: Iterable[RoundTable], turn: int = 0) -> Iterator[RoundTable]:
+        """`chunks` with foreign work before one round of each at least, if there is any; others at another `turn`."""
+        rng = np.random.default_rng([self.seed, turn, _FOREIGN_STREAM])
+        for table in chunks:
+            if not self.foreign or not len(table):
+                yield table
+                continue
+            drawn = rng.random(len(table)) < _FOREIGN_SHARE
+            drawn[rng.integers(len(table))] = True
+            yield dataclasses.replace(table, foreign=drawn.astype(np.int64))
+
+    @property
+    def may_compile(self) -> str:
+        """Why kernels may be compiled after the warm-up; empty if that is a finding."""
+        return self.ledger.may_compile(self.subject)
+
+    @classmethod
+    def make(
+        cls,
+        system: System,
+        geometry: Geometry,
+        buckets: tuple[int, ...],
+        seed: int,
+        subject: str | SubjectFactory | None,
+        fault: str | None,
+        backend: Backend,
+        ledger: Ledger = NO_WAIVERS,
+    ) -> Job:
+        """A job; `subject` is a reference, or the factory itself where it has no name to be loaded by."""
+        label, factory = cls.factory_of(system, subject)
+        check_device(label, backend.device)
+        # Refuse a geometry that the system has no layout for, a wrong name or field now, not at the first capture.
+        layouts = [system.layout(geometry, bucket) for bucket in buckets]
+        missing = {k: v for layout in layouts for k, v in not_covered(factory, layout, backend.device).items()}
+        layouts = [layout.without(missing) for layout in layouts]
+        if not any(layout.fields for layout in layouts):
+            raise NothingVerified(f"subject {label!r} covers no field of {system.name}: {_reasons(missing)}")
+        if fault is not None:
+            plant(fault, factory, system.name)
+            check_field(fault, layouts)
+        return cls(
+            system=system,
+            geometry=geometry,
+            buckets=buckets,
+            seed=seed,
+            subject=label,
+            fault=fault,
+            factory=factory,
+            backend=backend,
+            not_covered=missing,
+            ledger=ledger,
+            waivers=ledger.applying(system.name, label, geometry, buckets, factory),
+        )
+
+    @staticmethod
+    def factory_of(system: System, subject: str | SubjectFactory | None) -> tuple[str, SubjectFactory]:
+        """What results and cases call `subject`, and what makes it."""
+        if subject is None or isinstance(subject, str):
+            return subject_factory(system, subject)
+        module, name = getattr(subject, "__module__", None), getattr(subject, "__qualname__", None)
+        return f"{module}:{name}" if module and name else repr(subject), subject
+
+    def open(
+        self,
+        rounds: int,
+        remap_slots: int = REMAPS_PER_ROUND,
+        *,
+        record: bool = False,
+        first: RoundTable | None = None,
+    ) -> Replayer:
+        """Allocate and capture for tables of up to `rounds` rounds, `first` being what is replayed first. This and what
+        it opens raise OutOfMemory where memory does not suffice."""
+        progress.current().open(self.scenario(()).to_json(), self.ledger.options, first)
+        # Planted anew each time: a fault knows the buckets of its own run only.
+        factory = self.factory if self.fault is None else plant(self.fault, self.factory, self.system.name)
+        with memory_told_apart():
+            return Replayer(
+                self.system,
+                self.geometry,
+                self.buckets,
+                factory,
+                self.backend,
+                capacity=max(rounds, 1),
+                remap_slots=remap_slots,
+                record=record,
+                forget=forgotten_inputs(self.fault),
+                leave_out=self.not_covered,
+                form=own_form(self.factory),
+                waivers=self.waivers,
+            )
+
+    def table(self, rounds: Sequence[Round], remap_slots: int = REMAPS_PER_ROUND) -> RoundTable:
+        """`rounds` as a table that starts from request pages never remapped."""
+        return tabulate(
+            self.system.name,
+            self.geometry,
+            rounds,
+            np.zeros(self.geometry.request_rows, np.int64),
+            widest_bucket=max(self.buckets),
+            remap_slots=remap_slots,
+        )
+
+    def scenario(self, rounds: Sequence[Round], found: str | None = None) -> Scenario:
+        """A scenario of `rounds` with what this job was started with."""
+        return Scenario(
+            system=self.system.name,
+            geometry=self.geometry,
+            buckets=self.buckets,
+            rounds=tuple(rounds),
+            seed=self.seed,
+            subject=self.subject,
+            fault=self.fault,
+            found=found,
+        )
+
+
+def remap_slots_of(rounds: Sequence[Round]) -> int:
+    """Remapped requests of the round that has most of them."""
+    return max((len(set(round_.remap)) for round_ in rounds), default=0)
+
+
+def _reasons(missing: Mapping[str, str]) -> str:
+    return "; ".join(dict.fromkeys(missing.values())) or "its layout is empty"

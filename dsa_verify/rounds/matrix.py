@@ -1,0 +1,503 @@
+"""The diagnostic matrix: 16 configurations of 17 rounds a system, and the endless stream of rounds that follows it.
+
+The rounds are scripted so that each length boundary of contract 10 is crossed in both directions, requests move between
+batch rows and to other pages, some of which take their first pages from another request or keep them, buckets
+interleave, raw batches go large, small, idle, large, and every poison is used. `padded` has 68 rounds instead, with
+every raw batch of both its buckets. A longer run goes on with random rounds drawn from the same boundaries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.geometry import LOG_BASES, MAX_BATCH, PADDED_MODES, WARM_UPS, Geometry
+from dsa_verify.contract.kpool import shortest_length
+from dsa_verify.contract.padded import LOW_RATIOS
+from dsa_verify.contract.ragged import graph_tokens
+from dsa_verify.contract.round import POISONS, SEED_LIMIT, Round, drawn_lens, has_floors, one_floor_each, pooled_indexer
+from dsa_verify.contract.round_table import (
+    PAD_REQUEST,
+    Array,
+    RoundTable,
+    complete_table,
+    pages_before_writes,
+    seq_len_fill,
+    tabulate,
+)
+from dsa_verify.contract.schedule_variants import VARIANTS, Placement
+from dsa_verify.contract.topk_plan import PLAN_RULES
+from dsa_verify.rounds.indexer_turns import architecture_turn, indexer_turn
+from dsa_verify.systems.catalogue import OF_OTHERS, OWN_TABLES
+from dsa_verify.systems.system import System
+
+# Of the published 272-replay diagnostic: what a run has that says only one of them.
+BATCHES: Final = (1, 4, 16, 48)
+DRAFTS: Final = (2, 4, 6, 8)
+# Otherwise so that batches lie across the groups of 64 and blocks of 128 requests that kernels take at once, and rows,
+# with those of the second bucket, on the multiples of 32 up to 128 and beside them. 1,032 rows are more than the 1,024
+# that a schedule is counted in, and have the indexer (indexer_turns.py).
+DECODE_BATCHES: Final = (1, 2, 4, 16, 33, 48, 63, 64, 65, 95, 96, 97, 127, 128, 129, 160)
+DRAFT_SHAPES: Final = (
+    *((1, 2), (11, 3), (1, 6), (13, 5)),
+    *((21, 3), (19, 5), (43, 3), (129, 8)),
+    *((65, 2), (16, 4), (16, 6), (4, 8)),
+    *((48, 2), (48, 4), (48, 6), (16, 8)),
+)
+SCRIPTED_ROUNDS: Final = 17
+PADDED_BUCKETS: Final = (48, 14)
+DCP_SIZES: Final = (1, 2, 3, 4, 8)
+DRAFT_STEPS: Final = (4, 2, 3, 5)
+CHUNK_ROUNDS: Final = 512  # rounds between two polls of the judge
+REMAPS_PER_ROUND: Final = 4
+LONG_LENGTH: Final = 100_001  # the length the published 272-replay diagnostic goes up to
+
+EMPTY_SYSTEMS: Final = ("decode", "draft_extend", "mtp")  # with a row of length 0 where a request has that length
+RAGGED_ROWS: Final = 512  # the most of ragged_verify, whose second graph has a request slot for each
+_UNDEFINED_ROWS: Final = 32  # a schedule over so many rows, or a multiple, must not be of lengths 0 alone
+_RAGGED: Final = (1, 7, 13)  # rounds of full batches
+_NONE_EXTENDS: Final = 10
+_FORMS: Final = ("plain", "offset", "strided")
+_INDEX_DTYPES: Final = ("int64", "int32")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """One configuration: what is captured, and how many rounds to replay from which seed. `note`: what is special.
+    `script`: the first rounds, instead of those of the matrix."""
+
+    system: System
+    geometry: Geometry
+    buckets: tuple[int, ...]
+    rounds: int
+    seed: int
+    note: str = ""
+    script: tuple[Round, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        """Batch, draft length, the form of the inputs, and what is special."""
+        geometry = self.geometry
+        draft = f", N {geometry.draft_tokens}" if self.system.drafts else ""
+        note = f", {self.note}" if self.note else ""
+        return f"batch {self.buckets[0]}{draft}, {geometry.index_dtype}, {geometry.input_view}{note}"
+
+    def chunks(self) -> Iterator[RoundTable]:
+        """The rounds, in tables of at most CHUNK_ROUNDS."""
+        generations = np.zeros(self.geometry.request_rows, np.int64)
+        rng = np.random.default_rng([self.seed, self.buckets[0], self.geometry.draft_tokens])
+        scripted = _scripted(self, rng, self.rounds) if self.script is None else list(self.script)
+        if scripted:
+            yield tabulate(
+                self.system.name,
+                self.geometry,
+                scripted,
+                generations,
+                widest_bucket=max(self.buckets),
+                remap_slots=REMAPS_PER_ROUND,
+            )
+        left = self.rounds - len(scripted)
+        while left > 0:
+            count = min(left, CHUNK_ROUNDS)
+            yield _random(self, rng, count, generations)
+            left -= count
+
+
+def diagnostic_matrix(
+    system: System,
+    geometry: Geometry,
+    *,
+    rounds: int | None = None,
+    seed: int = 0,
+    batches: Sequence[int] | None = None,
+    drafts: Sequence[int] | None = None,
+    fixed: frozenset[str] = frozenset(),
+) -> list[Config]:
+    """DRAFT_SHAPES, or batches x draft lengths where either is given (without drafts: batches alone; padded: modes x
+    draft lengths, with all batches captured). `rounds`: of each configuration, all scripted ones by default.
+
+    Dtype and view of the inputs and the warm-ups turn over the configurations, so that offset, strided and int32 inputs
+    are part of every matrix, unless they are among the `fixed` fields of `geometry`. In every fourth, page tables are
+    narrower than requests may be, which no more than fill them (contract 1.6), unless OWN_TABLES is `fixed`. In every
+    fourth other the indexer is on, and where it is, the architecture turns (indexer_turns.py). The draft steps of mtp,
+    the blocks of dcp and the ratios of padded turn, too, unless `fixed` has OF_OTHERS.
+    """
+    if "draft_tokens" in fixed:
+        if not system.drafts:
+            raise UsageError(
+                f"draft_tokens: has no effect in {system.name}, which has no draft; leave it out, or give it to "
+                "systems that have one (--draft-tokens)"
+            )
+        raise UsageError("draft_tokens: the matrix chooses it; give the draft lengths as drafts (--draft-tokens)")
+    configs = []
+    for i, (buckets, changes) in enumerate(_shapes(system, geometry, batches, drafts, fixed)):
+        base = indexer_turn(system, geometry, i, fixed)
+        turning: dict[str, object] = {"input_view": _FORMS[i % 3], "index_dtype": _INDEX_DTYPES[i % 2]}
+        if (i - i // 4) % 4 == 1 and OWN_TABLES not in fixed:
+            turning["table_width"] = base.context * 2 // 3 | 1  # odd, so that no page and no block divides it
+        if system.name == "dcp":
+            turning |= {"dcp_size": DCP_SIZES[i % len(DCP_SIZES)], "log_base": LOG_BASES[i % 2]}
+        if OF_OTHERS not in fixed:
+            turning |= _turning_of_ours(system, base, i)
+        turning |= architecture_turn(base, i, fixed)
+        turning["warm_ups"] = WARM_UPS[i // 3 % 2]
+        if system.name == "padded" and "replay_floor" not in fixed:
+            turning["request_floors"] = True
+        turning["request_rows"] = max(geometry.request_rows, max(buckets) + 2)
+        turning |= changes
+        if geometry.request_rows <= max(buckets) and "request_rows" in fixed:
+            raise UsageError(
+                f"request_rows: {geometry.request_rows} rows are too few for a batch of {max(buckets)} requests and "
+                f"the pad request; use {max(buckets) + 1} or more"
+            )
+        settled = base.replace(**{key: value for key, value in turning.items() if key not in fixed})
+        count = rounds if rounds is not None else len(_script_shapes(system.name, buckets))
+        note = ", ".join(_what_is_special(geometry, settled))
+        configs.append(Config(system=system, geometry=settled, buckets=buckets, rounds=count, seed=seed, note=note))
+    return configs
+
+
+def _turning_of_ours(system: System, geometry: Geometry, i: int) -> dict[str, object]:
+    """What of configuration `i` of our own pipelines is different, which others may not have: the draft steps of mtp,
+    in half of dcp blocks of a page, and in every fourth of padded, once a mode, the ratios 1 and 2."""
+    if system.name == "mtp":
+        return {"draft_steps": DRAFT_STEPS[(i + i // 4) % 4]}
+    if system.name == "dcp":
+        return {"dcp_block": (1, geometry.page_size)[i // 2 % 2]}
+    if system.name == "padded" and (i + i // 4) % 4 == 2 and geometry.page_size % max(LOW_RATIOS) == 0:
+        return {"low_ratios": True}
+    return {}
+
+
+def _what_is_special(geometry: Geometry, settled: Geometry) -> Iterator[str]:
+    """Of a configuration of `geometry`, beyond what all turn over."""
+    if settled.preset != geometry.preset:
+        yield settled.preset
+    if settled.architecture != geometry.architecture:
+        yield f"architecture {settled.architecture}"
+    if settled.low_ratios and not geometry.low_ratios:
+        yield "low ratios"
+
+
+def _shapes(
+    system: System,
+    geometry: Geometry,
+    batches: Sequence[int] | None,
+    drafts: Sequence[int] | None,
+    fixed: frozenset[str],
+) -> list[tuple[tuple[int, ...], dict[str, object]]]:
+    """(buckets, fields of the geometry) of each configuration."""
+    if system.name == "padded":
+        modes = (geometry.padded_mode,) if "padded_mode" in fixed else PADDED_MODES
+        buckets = tuple(dict.fromkeys(batches or PADDED_BUCKETS))
+        return [(buckets, {"padded_mode": mode, "draft_tokens": draft}) for mode in modes for draft in drafts or DRAFTS]
+    if not system.drafts:
+        return [((batch, companion(batch)), {"draft_tokens": 1}) for batch in batches or DECODE_BATCHES]
+    chosen = batches or drafts
+    pairs = [(b, n) for b in batches or BATCHES for n in drafts or DRAFTS] if chosen else DRAFT_SHAPES
+    if system.name == "ragged_verify":
+        if not chosen:
+            pairs = [(batch, min(n, RAGGED_ROWS // batch)) for batch, n in pairs]
+        # As many token rows in both graphs, so that only the request slots tell them apart (contract 9).
+        for batch, n in pairs:
+            if batch * n > MAX_BATCH:
+                raise UsageError(
+                    f"batch: {batch} requests of draft length {n} have a second graph beside them, of one token each, "
+                    f"which would be {batch * n} requests, and {MAX_BATCH} is the most; use {MAX_BATCH // n} or fewer"
+                )
+        return [
+            (tuple(dict.fromkeys((batch, batch * n))), {"draft_tokens": n, "graph_tokens": batch * n})
+            for batch, n in pairs
+        ]
+    return [((batch, companion(batch)), {"draft_tokens": draft}) for batch, draft in pairs]
+
+
+def companion(batch: int) -> int:
+    """The second bucket of a configuration: the one it is interleaved with."""
+    return 2 if batch == 1 else max(1, batch // 3)
+
+
+def boundaries(geometry: Geometry) -> Array:
+    """Lengths on, just below and just above everything a formula of contract 1 turns at; sorted, within context."""
+    n, page, pool, topk = geometry.draft_tokens, geometry.page_size, geometry.pool_size, geometry.topk
+    width = geometry.columns
+    centres = [page, 2 * page, page * pool, 2 * page * pool, 128, 256, 384, 512, topk, topk + pool, width, width - n]
+    centres += [LONG_LENGTH, geometry.context]
+    if geometry.indexer:
+        thresholds = [threshold for threshold, _ in PLAN_RULES[geometry.plan_rules].thresholds]
+        centres += [*thresholds, *((threshold + 1) * pool for threshold in thresholds)]
+    around = {centre + step for centre in centres for step in (-2, -1, 0, 1, 2)} | {0, 1, 2, 3, n, pool - 1, pool}
+    return np.array(sorted(value for value in around if 0 <= value <= geometry.context), np.int64)
+
+
+def _scripted(config: Config, rng: np.random.Generator, count: int) -> list[Round]:
+    """The first `count` scripted rounds, fewer if there are not so many."""
+    geometry, system = config.geometry, config.system.name
+    values = boundaries(geometry)
+    rows = rng.permutation(np.arange(1, geometry.request_rows))
+    rounds = []
+    for i, (bucket, wanted) in enumerate(_script_shapes(system, config.buckets)[:count]):
+        raw = min(wanted, len(rows))
+        lengths = np.maximum(_script_lengths(i, raw, values, geometry.context), shortest_seq_len(system, geometry))
+        if raw == bucket and not lengths.any() and undefined_when_empty(system, geometry, bucket):
+            lengths[0] = 1
+        if i % 2:
+            rows = np.roll(rows, 1)  # every request moves to another batch row
+        if i % 7 == 6:
+            rows = rng.permutation(rows)
+        requests = rows[:raw].copy()
+        if i % 8 == 5 and raw > 1:
+            requests[1] = requests[0]  # two batch rows of one request
+        remap = rng.choice(requests, size=min(raw, i % (REMAPS_PER_ROUND + 1)), replace=False) if raw else requests
+        spare = _spare_pages(config, lengths, requests)
+        if len(remap) and not any(spare[row] for row in remap.tolist()):
+            remap[0] = max(spare, key=spare.__getitem__)  # one that can take a prefix
+        rounds.append(
+            Round(
+                bucket=bucket,
+                seq_lens=tuple(lengths.tolist()),
+                requests=tuple(requests.tolist()),
+                extend_lens=_script_extends(config, i, raw),
+                accept_lens=_script_accepts(config, i, raw),
+                verify_lens=_script_verify_lens(config, i, bucket, raw),
+                replay_floors=_script_floors(config, i, lengths, requests),
+                remap=tuple(dict.fromkeys(remap.tolist())),
+                prefixes=_script_prefixes(i, spare, remap.tolist(), rows),
+                poison=POISONS[i % 3],
+                twice=i in (4, 11),
+                seed=int(rng.integers(SEED_LIMIT)) if system == "dcp" else 0,
+            )
+        )
+    return rounds
+
+
+def _script_shapes(system: str, buckets: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(bucket, raw batch) of each scripted round."""
+    main, other = buckets[0], buckets[-1]
+    # Large, small, idle, large over the same buffers.
+    swing = [(main, main), (main, min(3, main)), (main, 0), (main, main)]
+    if system == "padded":
+        # Every raw batch, from both ends in turn, so that each tail was live rows a moment ago.
+        walks = [[(bucket, raw) for raw in _both_ends(bucket)] for bucket in dict.fromkeys(buckets)]
+        return swing + [shape for walk in walks for shape in walk]
+    shapes = []
+    for i in range(SCRIPTED_ROUNDS - len(swing)):
+        bucket = other if i % 3 == 2 else main
+        shapes.append((bucket, (bucket, bucket, bucket, max(bucket - 1, 0), bucket // 2)[i % 5]))
+    return shapes + swing
+
+
+def _both_ends(most: int) -> list[int]:
+    """`most`, 0, `most` - 1, 1, ... until each of 0 to `most` was there."""
+    order: list[int] = []
+    for low in range(most // 2 + 1):
+        order += [most - low, low]
+    return list(dict.fromkeys(order))
+
+
+def _script_lengths(i: int, raw: int, values: Array, context: int) -> Array:
+    """Round i's lengths: a walk up the boundaries from 1, then down, with the extremes between them."""
+    row = np.arange(raw)
+    if i == 3:
+        return np.ones(raw, np.int64)
+    if i == 7:
+        return np.full(raw, context, np.int64)
+    if i == 8:
+        return np.where(row == 0, context, 1).astype(np.int64)  # one huge request among tiny ones
+    if i == 12:
+        return np.zeros(raw, np.int64)
+    step = i if i < 9 else abs(SCRIPTED_ROUNDS - i)
+    apart = next(stride for stride in (7, 11, 13) if len(values) % stride)  # else a batch walks past most of them
+    return np.where(row == _in_turn((1, 6, 10), i, raw), 0, values[(1 + step * 5 + row * apart) % len(values)])
+
+
+def _in_turn(rounds: tuple[int, int, int], i: int, raw: int) -> int:
+    """In `rounds` the first, one between and the last of `raw` requests; -1 in others, and of fewer than three."""
+    return dict(zip(rounds, (0, raw // 2, raw - 1), strict=True)).get(i, -1) if raw > 2 else -1
+
+
+def _script_extends(config: Config, i: int, raw: int) -> tuple[int, ...] | None:
+    """Ragged with a zero in some rounds, nothing at all in one; all N otherwise, or where rounds do not say them."""
+    if "extend_lens" not in drawn_lens(config.system.name, config.geometry) or i not in (*_RAGGED, _NONE_EXTENDS):
+        return None
+    row = np.arange(raw)
+    ragged = np.where(row == _in_turn(_RAGGED, i, raw), 0, 1 + (i // 2 + row) % config.geometry.draft_tokens)
+    return tuple((ragged * (i != _NONE_EXTENDS)).tolist())
+
+
+def _script_accepts(config: Config, i: int, raw: int) -> tuple[int, ...] | None:
+    """1 to N accepted tokens in turn, where rounds say them."""
+    if config.system.name != "draft_extend" or not pooled_indexer(config.geometry):
+        return None
+    return tuple(1 + (i + row) % config.geometry.draft_tokens for row in range(raw))
+
+
+def _script_floors(config: Config, i: int, lengths: Array, requests: Array) -> tuple[int, ...] | None:
+    """Floors in the window of each request, at both its ends and beyond, and none, in turn (contract 7.1)."""
+    geometry = config.geometry
+    if not has_floors(config.system.name, geometry):
+        return None
+    before = np.array([0, geometry.window // 2, 1, geometry.window - 1, geometry.window, -1])
+    turn = (i + np.arange(len(lengths))) % (len(before) + 1)
+    floors = np.where(turn == 0, 0, np.clip(lengths - before[turn - 1], 0, geometry.context))
+    return one_floor_each(requests.tolist(), floors.tolist())
+
+
+def _spare_pages(config: Config, lengths: Array, requests: Array) -> dict[int, int]:
+    """By request row, how many of its first pages no batch row of it writes."""
+    pages = pages_before_writes(config.system.name, config.geometry, lengths)
+    return {row: int(pages[requests == row].min()) for row in requests.tolist()}
+
+
+def _script_prefixes(
+    i: int, spare: dict[int, int], remap: Sequence[int], rows: Array
+) -> tuple[tuple[int, int, int], ...]:
+    """Of the rows that move, the one with the longest request takes as many pages as it may: in two rounds of three
+    those of the longest of the others, or of a row that is not replayed, in the third its own."""
+    if not remap:
+        return ()
+    row = max(remap, key=spare.__getitem__)
+    others = [other for other in spare if other != row]
+    origin = max(others, key=spare.__getitem__) if others else int(rows[-1])
+    if i % 3 == 2:
+        origin = row
+    pages = min(spare[row], spare.get(origin, spare[row]))
+    return ((row, origin, pages),) if pages else ()
+
+
+def _script_verify_lens(config: Config, i: int, bucket: int, raw: int) -> tuple[int, ...] | None:
+    """1 to N tokens in turn, as far as the graph has room."""
+    if config.system.name != "ragged_verify":
+        return None
+    wanted = 1 + (i + np.arange(raw) * 3) % config.geometry.draft_tokens
+    room = np.array([graph_tokens(config.geometry, bucket)])
+    return tuple(_within(wanted[None, :], room)[0].tolist())
+
+
+def _within(wanted: Array, room: Array) -> Array:
+    """`wanted` [M, B] lengths, 0 for no request, cut to at least 1 so that each row's sum fits into `room` [M]."""
+    extra = np.maximum(wanted - 1, 0)
+    spare = room - (wanted > 0).sum(1)
+    before = np.cumsum(extra, axis=1) - extra
+    return np.where(wanted > 0, 1 + np.clip(spare[:, None] - before, 0, extra), 0)
+
+
+def shortest_seq_len(system: str, geometry: Geometry) -> int:
+    """0, but for a write plan, whose first pool must not lie before position 0 (contract 4.2)."""
+    return shortest_length(system, geometry) if pooled_indexer(geometry) else 0  # type: ignore[arg-type]
+
+
+def undefined_when_empty(system: str, geometry: Geometry, bucket: int) -> bool:
+    """Whether a full batch of lengths 0 has no defined schedule (contract 3.6)."""
+    if not geometry.indexer or system not in EMPTY_SYSTEMS:
+        return False
+    rows, variant = bucket * (geometry.draft_tokens if system == "draft_extend" else 1), VARIANTS[geometry.schedule]
+    return variant.undefined_when_empty or (variant.placement is Placement.TAIL and rows % _UNDEFINED_ROWS == 0)
+
+
+def is_undefined(system: str, geometry: Geometry, round_: Round) -> bool:
+    """Whether `round_` asks for a schedule that the contract leaves undefined (3.6)."""
+    full = round_.raw_batch == round_.bucket and not any(round_.seq_lens)
+    return full and undefined_when_empty(system, geometry, round_.bucket)
+
+
+def _random(config: Config, rng: np.random.Generator, count: int, generations: Array) -> RoundTable:
+    """`count` random rounds, drawn column by column."""
+    geometry, widest = config.geometry, max(config.buckets)
+    values = boundaries(geometry)
+    bucket = rng.choice(np.array(config.buckets), size=count, p=_mostly_first(len(config.buckets)))
+    raw = np.where(rng.random(count) < 0.75, bucket, rng.integers(0, bucket + 1))
+    shape = (count, widest)
+    uniform = np.exp(rng.random(shape) * np.log(geometry.context)).astype(np.int64)
+    lengths = np.where(rng.random(shape) < 0.5, rng.choice(values, size=shape), np.clip(uniform, 0, geometry.context))
+    lengths = np.maximum(lengths, shortest_seq_len(config.system.name, geometry))
+    live = np.arange(widest)[None, :] < raw[:, None]
+    empty = (raw == bucket) & ~(lengths * live).any(1)
+    empty &= np.isin(bucket, [b for b in config.buckets if undefined_when_empty(config.system.name, geometry, b)])
+    lengths[empty, 0] = 1
+    requests = rng.integers(1, geometry.request_rows, size=shape)
+    remap_rows = np.where(
+        rng.random((count, REMAPS_PER_ROUND)) < 0.25, requests[:, :1] + np.arange(REMAPS_PER_ROUND), -1
+    )
+    remap_rows = np.where(remap_rows < geometry.request_rows, remap_rows, -1)
+    remap_generations = np.zeros_like(remap_rows)
+    for i, slot in zip(*np.nonzero(remap_rows >= 0), strict=True):
+        generations[remap_rows[i, slot]] += 1
+        remap_generations[i, slot] = generations[remap_rows[i, slot]]
+    remap_origins, remap_pages = _prefixes(config, rng, lengths, np.where(live, requests, PAD_REQUEST), remap_rows)
+    return complete_table(
+        config.system.name,
+        geometry,
+        bucket=bucket,
+        raw=raw,
+        poison=rng.integers(0, len(POISONS), size=count),
+        twice=(rng.random(count) < 0.02).astype(np.int64),
+        seq_lens=np.where(live, lengths, seq_len_fill(config.system.name, geometry)),
+        requests=np.where(live, requests, PAD_REQUEST),
+        extend_lens=_extend_lens(config, rng, live),
+        verify_lens=_verify_lens(config, rng, bucket, live),
+        replay_floors=_floors(config, rng, lengths, requests, live),
+        seed=rng.integers(0, SEED_LIMIT, size=count) if config.system.name == "dcp" else np.zeros(count, np.int64),
+        accept_lens=np.where(live, rng.integers(1, geometry.draft_tokens + 1, size=shape), geometry.draft_tokens),
+        remap_rows=remap_rows,
+        remap_generations=remap_generations,
+        remap_origins=remap_origins,
+        remap_pages=remap_pages,
+    )
+
+
+def _prefixes(
+    config: Config, rng: np.random.Generator, lengths: Array, requests: Array, remap_rows: Array
+) -> tuple[Array, Array]:
+    """(origins, pages) [M, R]: in half of the rounds in which the first request of the batch moves, it takes some of
+    the pages that another, or itself, does not write in this round."""
+    batch = np.maximum((requests != PAD_REQUEST).sum(1), 1)
+    at = (rng.random(len(batch)) * batch).astype(np.int64)
+    row, origin = requests[:, :1], np.take_along_axis(requests, at[:, None], axis=1)
+    spare = pages_before_writes(config.system.name, config.geometry, lengths)
+    involved = ((requests == row) | (requests == origin)) & (requests != PAD_REQUEST)
+    most = np.where(involved, spare, config.geometry.pages_per_row).min(1)
+    chosen = (remap_rows[:, 0] >= 0) & (remap_rows[:, 0] == row[:, 0]) & (most > 0) & (rng.random(len(batch)) < 0.5)
+    origins, pages = np.full_like(remap_rows, PAD_REQUEST), np.zeros_like(remap_rows)
+    pages[:, 0] = np.where(chosen, 1 + rng.integers(0, np.maximum(most, 1)), 0)
+    origins[:, 0] = np.where(chosen, origin[:, 0], PAD_REQUEST)
+    return origins, pages
+
+
+def _extend_lens(config: Config, rng: np.random.Generator, live: npt.NDArray[np.bool_]) -> Array:
+    """All N in three rounds of four; otherwise ragged, zeros included (contract 1.3)."""
+    n = config.geometry.draft_tokens
+    ragged = (rng.random((live.shape[0], 1)) < 0.25) & (not config.geometry.indexer)
+    return np.where(ragged & live, rng.integers(0, n + 1, size=live.shape), n)
+
+
+def _verify_lens(config: Config, rng: np.random.Generator, bucket: Array, live: npt.NDArray[np.bool_]) -> Array:
+    if config.system.name != "ragged_verify":
+        return np.zeros(live.shape, np.int64)
+    wanted = np.where(live, rng.integers(1, config.geometry.draft_tokens + 1, size=live.shape), 0)
+    return _within(wanted, np.array([graph_tokens(config.geometry, int(each)) for each in bucket]))
+
+
+def _floors(
+    config: Config, rng: np.random.Generator, lengths: Array, requests: Array, live: npt.NDArray[np.bool_]
+) -> Array:
+    """0 of half of the request rows; else around the window of one of the lengths that the row has in this round."""
+    geometry, pad = config.geometry, config.geometry.replay_floor
+    if not has_floors(config.system.name, geometry):
+        return np.full_like(lengths, pad)
+    shape = (len(lengths), geometry.request_rows)
+    of_row = np.zeros(shape, np.int64)
+    np.put_along_axis(of_row, requests, lengths, axis=1)
+    of_row = np.clip(of_row - rng.integers(-2, geometry.window + 3, size=shape), 0, geometry.context)
+    of_row = np.where(rng.random(shape) < 0.5, of_row, 0)
+    return np.where(live, np.take_along_axis(of_row, requests, axis=1), pad)
+
+
+def _mostly_first(count: int) -> Array:
+    weights = np.array([0.7] + [0.3 / max(count - 1, 1)] * (count - 1))
+    return weights / weights.sum()

@@ -1,0 +1,330 @@
+"""Verify: runs a configuration fast, and where anything differs runs it again slowly to say what and why.
+
+The fast run polls once a chunk and keeps nothing. When it has seen a difference, the failing round and a few before
+it become a case that is replayed from nothing (confirm.py). What shows again is written to disk with its diagnosis
+and the command that shows it; what does not is called flaky.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import os
+import shlex
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from dsa_verify.base.atomic_write import reason_of, write_whole
+from dsa_verify.base.errors import DeviceLost
+from dsa_verify.base.out_of_memory import memory_told_apart
+from dsa_verify.buffers.region import Kind
+from dsa_verify.contract.finding import Finding
+from dsa_verify.contract.round import Round, Scenario
+from dsa_verify.contract.round_table import RoundTable
+from dsa_verify.diagnosis.confirm import Covered, confirm, fault_finding, flaky_finding, flaky_waived, late_compilations
+from dsa_verify.judge.judge import Tally
+from dsa_verify.replay.planted import require_sight
+from dsa_verify.replay.replayer import Lane, Replayer, SubjectFault
+from dsa_verify.replay.setup import Job
+from dsa_verify.rounds.matrix import CHUNK_ROUNDS, is_undefined
+from dsa_verify.systems.trust import subject_options
+from dsa_verify.waivers.waivers import Ledger, WaiverUse
+
+# How many of the last rounds a case keeps: the fewest that show the finding again.
+CASE_WINDOWS: Final = (1, 2, 3, 6, 17, 64, 2 * CHUNK_ROUNDS)
+FINDINGS_FOLDER: Final = Path("dsa-findings")
+# Chunks up to this long are written to disk before they are launched and reported round by round.
+JOURNAL_ROUNDS: Final = 64
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Counts:
+    """What was done and seen, summed over configurations. `mismatches` counts words of fields, inputs and rows of
+    other buckets; `rounds_checked` those whose judge was polled; `waived` words that a waiver covers, which are no
+    mismatches. `waivers`: what came of each waiver that applied, by its key."""
+
+    configs: int = 0
+    replays: int = 0
+    rounds_checked: int = 0
+    fields_checked: int = 0
+    elements_compared: int = 0
+    mismatches: int = 0
+    address_changes: int = 0
+    guard_hits: int = 0
+    compilations_after_warmup: int = 0
+    waived: int = 0
+    waivers: dict[str, WaiverUse] = dataclasses.field(default_factory=dict)
+
+    def add(self, other: Counts) -> None:
+        for field in dataclasses.fields(self):
+            if field.name != "waivers":
+                setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+        for key, use in other.waivers.items():
+            self.waivers[key] = self.waivers[key].plus(use) if key in self.waivers else dataclasses.replace(use)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**dataclasses.asdict(self), "waivers": [use.to_dict() for use in self.waivers.values()]}
+
+
+def verify_rounds(
+    job: Job,
+    chunks: Iterable[RoundTable],
+    counts: Counts,
+    *,
+    folder: Path | None = FINDINGS_FOLDER,
+    on_rounds: Callable[[int], None] = lambda count: None,
+    waivers_due: bool = True,
+) -> list[Finding]:
+    """Run `chunks` of rounds under `job`; the findings of the first wrong round, their cases written to `folder`.
+
+    `counts` is added to even if the run is interrupted; `on_rounds(n)` is called after n more rounds. `waivers_due`:
+    whether these rounds have to show what is waived, if they come to their end. Raises DeviceLost (the rounds are saved
+    first), OutOfMemory and HarnessError, also where nothing was found and the judges do not see what is then planted.
+    """
+    counts.configs += 1
+    ended = False
+    replayer: Replayer | None = None
+    recent = _Recent()
+    try:
+        with memory_told_apart():
+            for table in chunks:
+                recent.append(table)
+                with _journal(job, table, folder):
+                    if replayer is None:
+                        replayer = job.open(max(len(table), CHUNK_ROUNDS), table.remap_rows.shape[1], first=table)
+                    _replay(replayer, table, on_rounds)
+                    wrong = first_wrong_round(replayer, replayer.poll())
+                if wrong is not None:
+                    return _seen_in(wrong, _explain(job, recent.up_to(wrong), replayer, folder))
+                beyond = _explain_waived(job, recent, replayer, folder)
+                if beyond:
+                    return beyond
+                late = [] if job.may_compile else late_compilations(job, replayer.compilations)
+                if late:
+                    return [_with_case(each, job, recent.up_to(each.round)[-JOURNAL_ROUNDS:], folder) for each in late]
+        ended = True
+    except SubjectFault as fault:
+        return [_failed(job, fault, recent, folder)]
+    except DeviceLost as lost:
+        rounds = recent.up_to(None)
+        lost_in = f"{lost}{_undefined_schedule(job, rounds)}"
+        raise DeviceLost(f"{lost_in}{_rounds_kept(job.scenario(rounds, found=lost_in), folder)}") from lost
+    finally:
+        if replayer is not None:
+            _count(replayer, counts, waivers_due=waivers_due and ended)
+    if replayer is not None:
+        with memory_told_apart():
+            require_sight(replayer)
+    return []
+
+
+def _rounds_kept(scenario: Scenario, folder: Path | None) -> str:
+    """What is said of a lost device's rounds: where they are, or why they could not be written."""
+    try:
+        path = _save(scenario, "device-lost", folder)
+    except OSError as error:
+        return f"; the rounds up to then could not be saved: {reason_of(error)}"
+    return "" if path is None else f"; the rounds up to then are in {path}"
+
+
+def _failed(job: Job, fault: SubjectFault, recent: _Recent, folder: Path | None) -> Finding:
+    rounds, finding, seen = recent.up_to(fault.round or 0), fault_finding(job, fault), fault.round
+    if fault.stage == "rounds":
+        # Seen after many rounds: one at a time they say which.
+        exact = next((each for each in confirm(job, rounds) if each.diagnosis is finding.diagnosis), None)
+        if exact is not None:
+            kept = rounds[: (exact.round or 0) + 1]
+            rounds, finding, seen = kept, exact, (fault.round or 0) - (len(rounds) - len(kept))
+    return dataclasses.replace(_with_case(finding, job, rounds, folder), seen_in_round=seen)
+
+
+def _undefined_schedule(job: Job, rounds: Sequence[Round]) -> str:
+    """What is said of a lost device if one of `rounds` asked for a schedule that nobody may ask for."""
+    for i, each in enumerate(rounds):
+        if is_undefined(job.system.name, job.geometry, each):
+            return (
+                f"; round {i} is {each.bucket} requests of length 0: a {job.geometry.schedule} schedule over a "
+                "multiple of 32 rows which are all empty is undefined, the shipped builder reads past its memory "
+                "(contract 3.6)"
+            )
+    return ""
+
+
+class _Recent:
+    """The last two chunks as tables; turned into rounds only when there is something to explain."""
+
+    def __init__(self) -> None:
+        self._tables: deque[RoundTable] = deque(maxlen=2)
+        self._ended = 0  # rounds in all tables ever appended
+
+    def append(self, table: RoundTable) -> None:
+        self._tables.append(table)
+        self._ended += len(table)
+
+    def up_to(self, number: int | None) -> list[Round]:
+        """The rounds that are still here, up to and with round `number` (None: all)."""
+        rounds = [round_ for table in self._tables for round_ in table.rounds()]
+        first = self._ended - len(rounds)
+        return rounds if number is None else rounds[: max(number - first, 0) + 1]
+
+
+def _replay(replayer: Replayer, table: RoundTable, on_rounds: Callable[[int], None]) -> None:
+    def tick(lane: Lane, row: int) -> bool:
+        on_rounds(1)
+        return False
+
+    # A long chunk is replayed without a call back into the host for each of its rounds.
+    short = len(table) <= JOURNAL_ROUNDS
+    replayer.run(table, after_round=tick if short else None)
+    replayer.finish()
+    if not short:
+        on_rounds(len(table))
+
+
+def first_wrong_round(replayer: Replayer, tallies: Mapping[int, Tally]) -> int | None:
+    """The number of the first round in which anything was seen to be wrong; None if nothing was."""
+    rounds = [difference.round for tally in tallies.values() for difference in tally.first]
+    rounds += [change.round for change in replayer.address_changes]
+    rounds += [wrong.round for wrong in replayer.wrong_routes]
+    return min(rounds, default=None)
+
+
+def _explain(job: Job, rounds: Sequence[Round], replayer: Replayer, folder: Path | None) -> list[Finding]:
+    """The findings of the last of `rounds`, with the shortest case that shows them again."""
+    attempts = 0
+    for window in CASE_WINDOWS:
+        case = rounds[-window:]
+        attempts += 1
+        findings = confirm(job, case)
+        if findings:
+            return [_with_case(finding, job, case, folder) for finding in findings]
+        if window >= len(rounds):
+            break
+    flaky = flaky_finding(job, replayer.poll(), attempts)
+    return [_with_case(flaky, job, rounds[-CASE_WINDOWS[-1] :], folder)]
+
+
+def _explain_waived(job: Job, recent: _Recent, replayer: Replayer, folder: Path | None) -> list[Finding]:
+    """The findings of the first round in which a waiver covers words, if they are not what it is for; empty if they
+    are. Of what the device can say itself there is nothing to explain."""
+    waived: set[Covered] = set()
+    for first, bucket, words in replayer.to_explain():
+        covered, rounds, attempts = (bucket, words.waiver.key), recent.up_to(first), 0
+        for window in () if covered in waived else CASE_WINDOWS:
+            case = rounds[-window:]
+            attempts += 1
+            findings = confirm(job, case, waived=waived)
+            if findings:
+                return _seen_in(first, [_with_case(finding, job, case, folder) for finding in findings])
+            if covered in waived or window >= len(rounds):
+                break
+        if covered not in waived:
+            flaky = flaky_waived(job, words.waiver, first, bucket, attempts)
+            return _seen_in(first, [_with_case(flaky, job, rounds[-CASE_WINDOWS[-1] :], folder)])
+        words.explained = True
+    return []
+
+
+def _seen_in(round_: int | None, findings: Sequence[Finding]) -> list[Finding]:
+    """`findings` of round `round_` of the run; a subject that failed in capture failed in none."""
+    return [dataclasses.replace(finding, seen_in_round=round_) for finding in findings]
+
+
+def _count(replayer: Replayer, counts: Counts, *, waivers_due: bool) -> None:
+    counts.replays += replayer.rounds_run
+    counts.address_changes += len(replayer.address_changes)
+    counts.compilations_after_warmup += len(replayer.compilations)
+    with contextlib.suppress(DeviceLost):  # nothing can be read any more; the error is already on its way
+        for bucket, tally in replayer.poll().items():
+            lane = replayer.lanes[bucket]
+            fields = sum(region.kind is Kind.FIELD for region in lane.judges[0].regions)
+            counts.rounds_checked += lane.rounds
+            counts.fields_checked += lane.rounds * fields
+            counts.elements_compared += tally.compared
+            counts.mismatches += tally.count(Kind.FIELD, Kind.BEYOND, Kind.INPUT)
+            counts.guard_hits += tally.count(Kind.GUARD)
+        for lane in replayer.lanes.values():
+            _count_waived(replayer, lane, counts, waivers_due)
+
+
+def _count_waived(replayer: Replayer, lane: Lane, counts: Counts, waivers_due: bool) -> None:
+    for words in lane.waived:
+        waiver, seen = words.waiver, words.seen()
+        due = waivers_due and waiver.must_show(replayer.geometry, lane.bucket, replayer.rounds_run)
+        use = counts.waivers.setdefault(waiver.key, WaiverUse(id=waiver.id, field=waiver.field, reason=waiver.reason))
+        use.rounds += seen.rounds
+        use.words += seen.words
+        use.checked += lane.rounds
+        use.due += lane.rounds if due else 0
+        counts.waived += seen.words
+
+
+# Cases ---------------------------------------------------------------------------------------------------------------
+
+
+def _with_case(finding: Finding, job: Job, rounds: Sequence[Round], folder: Path | None) -> Finding:
+    try:
+        path = _save(job.scenario(rounds, found=finding.sentence), _stem(finding), folder)
+    except OSError as error:
+        # The finding outlives its case: a full disk is no reason to say nothing.
+        return dataclasses.replace(finding, not_saved=reason_of(error))
+    if path is None:
+        return finding
+    command = replay_command(path, job.subject, job.ledger)
+    return dataclasses.replace(finding, case=str(path), reproduce=command)
+
+
+def replay_command(case: Path, subject: str | None, ledger: Ledger) -> str:
+    """What to type to replay `case`, which names `subject`, with the waivers of `ledger`."""
+    return shlex.join(["dsa-verify", "replay", str(case), *subject_options(subject), *ledger.options])
+
+
+def _stem(finding: Finding) -> str:
+    parts = (finding.system, finding.field or finding.diagnosis.value, finding.diagnosis.value)
+    return "-".join(dict.fromkeys(part.replace(" ", "-").replace("'", "") for part in parts))
+
+
+def _save(scenario: Scenario, stem: str, folder: Path | None) -> Path | None:
+    """Write the case; its name carries a digest of its text, so two different cases never overwrite each other.
+    OSError if it cannot be written."""
+    if folder is None:
+        return None
+    text = scenario.to_json()
+    path = folder / f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
+    write_whole(path, text)
+    return path
+
+
+@contextlib.contextmanager
+def _journal(job: Job, table: RoundTable, folder: Path | None) -> Iterator[None]:
+    """Write the case to disk before it is launched; what is left there after a crash is what crashed. Where it cannot
+    be written, that is said once and the run goes on."""
+    if folder is None or len(table) > JOURNAL_ROUNDS:
+        yield
+        return
+    ours = not os.path.exists(folder)
+    path = folder / f"running-{os.getpid()}.json"
+    # A GPU may take its machine down; what an emulated graph can take down is this process.
+    try:
+        write_whole(path, job.scenario(table.rounds()).to_json(), durable=job.backend.device.type == "cuda")
+    except OSError as error:
+        _say_once(f"{folder}: nothing can be saved there ({reason_of(error)}), so a crash would leave no case")
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+            if ours:
+                folder.rmdir()  # only if nothing was found
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    click.echo(f"dsa-verify: {text}", err=True)

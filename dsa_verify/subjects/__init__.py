@@ -1,0 +1,1 @@
+"""What is judged: the project's own pipelines, adapters to engines, and planted faults. No oracle is imported here."""

@@ -1,0 +1,1 @@
+"""Long runs in supervised worker processes: plan, shards, journal, report."""

@@ -1,0 +1,140 @@
+"""Live block: what a campaign is doing, redrawn on a terminal; plain lines elsewhere, or where NO_COLOR is set."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from fuzz.campaign.report import visited
+
+PLAIN_EVERY_S: Final = 30.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """A shard that runs: `rounds` so far, `silent_s` since its last sign of life, `attempts` that it has lost."""
+
+    number: int
+    system: str
+    rounds: int
+    silent_s: float | None
+    attempts: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """What is shown. `left_s`, `rounds_left`: None where the campaign has no such limit."""
+
+    facts: Mapping[str, Any]
+    flights: Sequence[Flight]
+    rounds_per_s: float
+    left_s: float | None
+    rounds_left: int | None
+    health: Sequence[str] = ()
+
+
+class Display:
+    """`say` writes a line that stays; `show` what will be replaced."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self.live = self._console.is_terminal and "NO_COLOR" not in os.environ
+        self._block: Live | None = None
+        self._shown = -PLAIN_EVERY_S
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Display]:
+        if not self.live:
+            yield self
+            return
+        with Live(console=self._console, auto_refresh=False, transient=True) as self._block:
+            yield self
+
+    def say(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+
+    def show(self, moment: Moment) -> None:
+        if self._block is not None:
+            self._block.update(block(moment), refresh=True)
+        elif time.monotonic() - self._shown >= PLAIN_EVERY_S:
+            self._shown = time.monotonic()
+            self.say(line(moment))
+
+
+def line(moment: Moment) -> str:
+    """The block as one line."""
+    facts = moment.facts
+    return ", ".join(
+        [
+            f"{facts['rounds_executed'] + sum(flight.rounds for flight in moment.flights):,} rounds",
+            f"{moment.rounds_per_s:,.0f} rounds/s",
+            f"{len(facts['findings'])} unique finding(s)",
+            f"coverage {visited(facts)}",
+            f"{len(moment.flights)} shard(s) running",
+            f"left: {left(moment)}",
+        ]
+    )
+
+
+def left(moment: Moment) -> str:
+    """Time and rounds left, as far as there are limits."""
+    parts = []
+    if moment.left_s is not None:
+        minutes, seconds = divmod(max(int(moment.left_s), 0), 60)
+        parts.append(f"{minutes // 60}:{minutes % 60:02}:{seconds:02}")
+    if moment.rounds_left is not None:
+        parts.append(f"{moment.rounds_left:,} rounds")
+    return " or ".join(parts) or "no limit"
+
+
+def block(moment: Moment) -> Table:
+    """The block: figures, then a row for each shard that runs, then the devices' health."""
+    facts = moment.facts
+    table = Table.grid(padding=(0, 2))
+    rounds = facts["rounds_executed"] + sum(flight.rounds for flight in moment.flights)
+    table.add_row("rounds", f"{rounds:,} ({moment.rounds_per_s:,.0f} rounds/s)")
+    table.add_row("findings", f"{len(facts['findings'])} unique")
+    table.add_row("coverage", visited(facts))
+    table.add_row("left", left(moment))
+    for flight in moment.flights:
+        sign = "starting" if flight.silent_s is None else f"last sign of life {flight.silent_s:.0f} s ago"
+        lost = f", {flight.attempts} attempt(s) lost" if flight.attempts else ""
+        table.add_row(f"shard {flight.number}", f"{flight.system}, {flight.rounds:,} rounds, {sign}{lost}")
+    for text in moment.health:
+        table.add_row("health", text)
+    return table
+
+
+class Health:
+    """Temperature, load and memory of each GPU, as far as nvidia-ml-py (extra: gpu) is installed; otherwise nothing."""
+
+    def __init__(self) -> None:
+        self._library: Any = None
+        with contextlib.suppress(Exception):  # not installed, or no driver: this is for people, and never fails
+            import pynvml
+
+            pynvml.nvmlInit()
+            self._library = pynvml
+
+    def lines(self) -> list[str]:
+        library = self._library
+        if library is None:
+            return []
+        found = []
+        with contextlib.suppress(Exception):
+            for i in range(library.nvmlDeviceGetCount()):
+                handle = library.nvmlDeviceGetHandleByIndex(i)
+                degrees = library.nvmlDeviceGetTemperature(handle, library.NVML_TEMPERATURE_GPU)
+                load = library.nvmlDeviceGetUtilizationRates(handle).gpu
+                memory = library.nvmlDeviceGetMemoryInfo(handle)
+                found.append(f"GPU {i}: {degrees} °C, {load} % busy, {memory.used >> 30} of {memory.total >> 30} GiB")
+        return found

@@ -1,0 +1,122 @@
+"""Journal: the case that is about to be launched, on disk before it is launched.
+
+A fault of a device, a crash or a hang leaves no one who could say what was running; the journal does. It is written
+wherever a job launches anything, the confirmation of a finding included, so what lies there when a process is found
+dead is what it died of. Its age, and that of the progress beside it, is the heartbeat that the supervisor watches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, Final
+
+from dsa_verify.base.atomic_write import write_whole
+from dsa_verify.contract.round import Scenario
+from dsa_verify.contract.round_table import RoundTable
+from dsa_verify.replay.replayer import Replayer
+from dsa_verify.replay.setup import Job
+from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
+from fuzz.campaign.shard_folder import JOURNAL_FILE, PROGRESS_FILE, STOP_FILE, campaign_root, write_json
+
+HEARTBEAT_S: Final = 0.5
+_TABLES: Final = 2  # chunks in the journal: that which is launched and the one before, which may have prepared it
+
+
+class Stopped(Exception):
+    """The campaign asked its shards to end."""
+
+
+class Journal:
+    """Of the process that runs the shard in `folder`.
+
+    `rounds` were launched; `checked` of them had been judged when the next chunk was launched: what came after cannot
+    be believed if the process dies.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stop = campaign_root(folder) / STOP_FILE
+        self._tables: deque[RoundTable] = deque(maxlen=_TABLES)
+        self._beat = 0.0
+        self.rounds = self.checked = 0
+
+    def opening(self, job: Job) -> None:
+        """`job` allocates, warms up and captures."""
+        self._tables.clear()
+        self.running(job.scenario([], found="while it was captured"))
+
+    def launching(self, job: Job, table: RoundTable) -> None:
+        """`job` replays `table`, after what it replayed since it was opened."""
+        self._tables.append(table)
+        rounds = [round_ for each in self._tables for round_ in each.rounds()]
+        self.checked = self.rounds
+        self.running(job.scenario(rounds, found="while it was replayed"))
+
+    def running(self, case: Scenario, *, durable: bool = True) -> None:
+        """Something of `case` is launched. `durable`: it must outlive the machine, too."""
+        write_whole(self._folder / JOURNAL_FILE, case.to_json(), durable=durable)
+        self.beat(force=True)
+
+    def count(self, rounds: int) -> None:
+        """So many more rounds were launched; Stopped if the campaign is over."""
+        self.rounds += rounds
+        self.alive(rounds)
+
+    def alive(self, rounds: int) -> None:
+        """Rounds were launched that are not counted; Stopped as in `count`."""
+        self.clock()
+
+    def beat(self, *, force: bool = False) -> None:
+        """Write progress now and then."""
+        now = time.monotonic()
+        if not force and now - self._beat < HEARTBEAT_S:
+            return
+        self._beat = now
+        # Not durable: a heartbeat says nothing once the machine is down, and waiting for the disk costs rounds.
+        write_json(
+            self._folder / PROGRESS_FILE, {"rounds": self.rounds, "checked": self.checked, "at": now}, durable=False
+        )
+
+    def clock(self) -> float:
+        """time.monotonic(), as a sign of life from whatever asks for the time; Stopped if the campaign is over."""
+        self.beat()
+        if self._stop.exists():
+            raise Stopped
+        return time.monotonic()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JournalledJob(Job):
+    """A job that launches nothing that is not in `journal`. `planted`: whether its fault is what a shard plants to show
+    that it can see, and not what the campaign was asked to plant."""
+
+    journal: Journal
+    planted: bool = False
+
+    @classmethod
+    def of(cls, job: Job, journal: Journal, **changes: Any) -> JournalledJob:
+        values = {field.name: getattr(job, field.name) for field in dataclasses.fields(Job)}
+        return cls(**{**values, **changes}, journal=journal)
+
+    def open(
+        self,
+        rounds: int,
+        remap_slots: int = REMAPS_PER_ROUND,
+        *,
+        record: bool = False,
+        first: RoundTable | None = None,
+    ) -> Replayer:
+        self.journal.opening(self)
+        # Not super(): a class with slots is made anew, and super() would ask for the old one.
+        replayer = Job.open(self, rounds, remap_slots, record=record, first=first)
+        run = replayer.run
+
+        def journalled(table: RoundTable, **callbacks: Any) -> None:
+            self.journal.launching(self, table)
+            run(table, **callbacks)
+
+        replayer.run = journalled  # type: ignore[method-assign]
+        return replayer

@@ -1,0 +1,228 @@
+"""Shard folder: what one shard of a campaign leaves on disk, and the only truth about it; the store is an index.
+
+    owner           held by whoever supervises the shard (locks.py)
+    spec.json       what the shard is a pure function of
+    lock            held by the process that runs it
+    journal.json    the case that was launched last: there only while it runs
+    progress.json   rounds done and checked, there only while an attempt runs; its age is the heartbeat
+    repeat/         journal and progress of a process that repeats a case that ended another
+    attempts/       one file for each attempt that ended otherwise than with a result, and what it lost
+    cases/          the cases of findings
+    findings/       one file for each finding, named for its key, so that finding it twice writes it once
+    result.json     at the end
+
+Every file but the log and the locks is written whole or not at all: a kill at any moment leaves the old one or the new
+one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from dsa_verify.base.atomic_write import write_whole
+from dsa_verify.base.errors import HarnessError
+
+# Beside the shards.
+CAMPAIGN_LOCK: Final = "campaign.lock"
+STOP_FILE: Final = "stop"  # while it is there, they end
+OWNER_FILE: Final = "owner"
+JOURNAL_FILE: Final = "journal.json"
+PROGRESS_FILE: Final = "progress.json"
+RESULT_FILE: Final = "result.json"
+SPEC_FILE: Final = "spec.json"
+LOCK_FILE: Final = "lock"
+REPEAT_FOLDER: Final = "repeat"
+# How sure a finding is, least first. What a ledger waives is "gone" from a shard that had to show it, which another one
+# may do; both are also said of findings later (store.py).
+STATES: Final = ("gone", "waived", "found", "flaky", "confirmed", "shrunk")
+
+
+def write_json(path: Path, data: Mapping[str, Any], *, durable: bool = True) -> None:
+    write_whole(path, json.dumps(data, indent=1) + "\n", durable=durable)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """What `write_json` wrote; None if it is not there."""
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:  # no JSON, or no text
+        raise not_ours(path, error) from None
+    if not isinstance(data, dict):
+        raise not_ours(path, f"it holds a {type(data).__name__}")
+    return data
+
+
+def not_ours(path: Path, why: object) -> HarnessError:
+    return HarnessError(f"{path}: not what this tool wrote ({why}); remove it, and what it held is redone")
+
+
+def read_progress(at: Path) -> dict[str, int]:
+    """{rounds, checked} of the process that runs in `at`; 0 before it has said anything."""
+    try:
+        found = read_json(at / PROGRESS_FILE) or {}
+    except HarnessError:  # not written durably: the machine went down
+        found = {}
+    return {"rounds": 0, "checked": 0, **found}
+
+
+def signs_of_life(folder: Path) -> tuple[int, ...]:
+    """What changes while a process runs in `folder`, or repeats a case for it: when its files were written, whatever
+    the clock that says so."""
+    return tuple(
+        _written_ns(at / name) for at in (folder, folder / REPEAT_FOLDER) for name in (JOURNAL_FILE, PROGRESS_FILE)
+    )
+
+
+def _written_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def shard_folder(root: Path, number: int) -> Path:
+    return root / "shards" / f"{number:06d}"
+
+
+def shard_numbers(root: Path) -> list[int]:
+    """Numbers of the shards that have a folder in `root`, ascending."""
+    return sorted(int(path.name) for path in (root / "shards").glob("[0-9]*") if path.name.isdigit())
+
+
+def campaign_root(folder: Path) -> Path:
+    return folder.parent.parent
+
+
+# Findings ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FindingKey:
+    """What makes two sightings one finding."""
+
+    system: str
+    subject: str
+    field: str | None
+    diagnosis: str
+    law: str | None
+    planted: bool = False
+
+    @classmethod
+    def of(cls, finding: Mapping[str, Any], *, planted: bool = False) -> FindingKey:
+        """Of a Finding as a dictionary."""
+        return cls(
+            system=finding["system"],
+            subject=finding["subject"],
+            field=finding.get("field"),
+            diagnosis=finding["diagnosis"],
+            law=finding.get("law"),
+            planted=planted,
+        )
+
+    @property
+    def name(self) -> str:
+        """Of its file: readable, and different for different keys."""
+        parts = ["planted" if self.planted else None, self.system, self.field, self.diagnosis, self.law]
+        slug = re.sub(r"[^a-z0-9_]+", "-", "-".join(part for part in parts if part).lower())
+        digest = hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()
+        return f"{slug[:100]}-{digest[:8]}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FindingRecord:
+    """One finding of one shard. `finding`: a Finding as a dictionary, but for where its case is. `shown` of `repeats`:
+    how often its case showed it again. `case`, `shrunk`: paths in the shard's folder. `note`: why it got no further.
+    `waiver`: the one that this is what came of."""
+
+    key: FindingKey
+    state: str
+    finding: Mapping[str, Any]
+    case: str | None = None
+    shrunk: str | None = None
+    shown: int = 0
+    repeats: int = 0
+    note: str | None = None
+    waiver: str | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Whether no more can be made of it. Of one that is confirmed and has no note, a process was about to make
+        more when it was killed."""
+        return self.state in ("flaky", "shrunk") or (self.state == "confirmed" and self.note is not None)
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / "findings" / f"{self.key.name}.json", dataclasses.asdict(self))
+
+    @classmethod
+    def read(cls, path: Path) -> FindingRecord | None:
+        data = read_json(path)
+        try:
+            return None if data is None else cls(**{**data, "key": FindingKey(**data["key"])})
+        except (TypeError, KeyError) as error:
+            raise not_ours(path, error) from None
+
+
+def findings_in(folder: Path) -> list[FindingRecord]:
+    """The findings of a shard, by name."""
+    records = (FindingRecord.read(path) for path in files_of(folder, "findings"))
+    return [record for record in records if record is not None]
+
+
+def attempts_in(folder: Path) -> list[dict[str, Any]]:
+    """The attempts that ended otherwise than with a result, in order."""
+    found = (read_json(path) for path in files_of(folder, "attempts"))
+    return [attempt for attempt in found if attempt is not None]
+
+
+def files_of(folder: Path, kind: str) -> list[Path]:
+    """The files of a shard's `findings` or `attempts`, by name."""
+    return sorted((folder / kind).glob("[!.]*.json"))
+
+
+class CaseNotSaved(HarnessError):
+    """A finding whose case could not be written: nothing could be made of it, so the shard is to be done anew."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ShardResult:
+    """How a shard ended. `ended`: "complete"; "stopped" (the campaign's time was over, redone on resuming); else why
+    its rounds were not all run. `executed`: rounds that were judged. `canary`: {fault, verdict, finding, why}.
+    `coverage`: {configuration, visited, never, digest}. `failed`: the harness's own failure, which gives no verdict.
+    `provenance`: what the subject says about its code (subject.py).
+    """
+
+    number: int
+    system: str
+    configuration: str
+    ended: str
+    requested: int
+    executed: int
+    wall_s: float = 0.0
+    canary: Mapping[str, Any] | None = None
+    coverage: Mapping[str, Any] | None = None
+    failed: bool = False
+    provenance: Mapping[str, str] | None = None
+
+    @property
+    def final(self) -> bool:
+        """Whether resuming leaves it as it is."""
+        return self.ended != "stopped" and not self.failed
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / RESULT_FILE, dataclasses.asdict(self))
+
+    @classmethod
+    def read(cls, folder: Path) -> ShardResult | None:
+        data = read_json(folder / RESULT_FILE)
+        try:
+            return None if data is None else cls(**data)
+        except TypeError as error:
+            raise not_ours(folder / RESULT_FILE, error) from None

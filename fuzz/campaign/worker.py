@@ -1,0 +1,392 @@
+"""What a shard does: fuzzes its rounds, makes the most of each finding, and shows with a planted fault that it could.
+
+Every finding is written down, repeated from nothing, shrunk, and written down at each step. Then the same is done with
+a fault planted, which must come out at the other end: a campaign that reports nothing has to show that it could.
+
+Importing this imports kernels, so the device is settled first (device.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from dsa_verify.base.atomic_write import write_whole
+from dsa_verify.base.errors import HarnessError, UsageError
+from dsa_verify.contract.finding import Diagnosis, Finding
+from dsa_verify.contract.round import Scenario, read_case
+from dsa_verify.contract.round_table import tabulate
+from dsa_verify.contract.subject import provenance
+from dsa_verify.diagnosis.confirm import confirm
+from dsa_verify.graphs import Backend, open_backend
+from dsa_verify.replay.replayer import SubjectFault
+from dsa_verify.replay.setup import Job, remap_slots_of
+from dsa_verify.rounds.matrix import diagnostic_matrix
+from dsa_verify.run.verify import Counts
+from dsa_verify.subjects.faults import FAULTS, get_fault
+from dsa_verify.systems.catalogue import get_system, settled_geometry
+from dsa_verify.systems.trust import check_trust
+from dsa_verify.waivers.waivers import Ledger, check_names, choose_ledger, parse_ledger
+from fuzz.campaign.journal import Journal, JournalledJob, Stopped
+from fuzz.campaign.plan import LEDGER_FILE, Plan, ShardSpec
+from fuzz.campaign.shard_folder import (
+    SPEC_FILE,
+    CaseNotSaved,
+    FindingKey,
+    FindingRecord,
+    ShardResult,
+    campaign_root,
+    read_json,
+    shard_folder,
+    shard_numbers,
+)
+from fuzz.engine.coverage import Coverage
+from fuzz.fuzzer import fuzz
+from fuzz.reduce.shrink import shrink
+from fuzz.reduce.trials import Signature
+
+REPEATS: Final = 3  # of the case of each finding, from nothing
+SHRINK_S: Final = 60.0
+CANARY_SHRINK_S: Final = 10.0  # that it shrinks at all is what is to be shown
+# A subject that fails again and again is not made known any better by a hundred more of its failures.
+MOST_FINDINGS: Final = 4
+CANARY_ROUNDS: Final = 192
+# Faults that the world's first CANARY_ROUNDS rounds show, whatever the configuration.
+CANARIES: Final = (
+    "skip_refresh",
+    "not_refreshed",
+    "rows_rolled",
+    "frozen_at_capture",
+    "stale_request_map",
+    "past_the_end",
+    "input_overwritten",
+    "tail_not_reset",
+)
+
+
+def work_shard(spec: ShardSpec, folder: Path, device: torch.device) -> ShardResult:
+    """Run the shard on `device`; what it finds is in `folder`."""
+    start = time.monotonic()
+    journal = Journal(folder)
+    job = JournalledJob.of(_job(spec, open_backend(device)), journal)
+    coverage = Coverage(job.system.name, job.geometry, job.buckets)
+    canary, counts = None, Counts()
+    try:
+        # First, so that a shard whose time is cut short has shown all the same that it can see.
+        canary = _canary(spec, job, folder)
+        ended = _fuzz(spec, job, coverage, folder, counts)
+        _note_waivers(job, counts, folder)
+    except Stopped:
+        ended = "stopped"
+    result = ShardResult(
+        number=spec.number,
+        system=spec.system,
+        configuration=configuration(job),
+        ended=ended,
+        requested=spec.plan.rounds_a_shard,
+        executed=journal.rounds,
+        wall_s=round(time.monotonic() - start, 3),
+        canary=canary,
+        coverage=_coverage(job, coverage),
+        provenance=provenance(job.factory),
+    )
+    result.write(folder)
+    return result
+
+
+def configuration(job: JournalledJob) -> str:
+    """In words, the same for shards that cover the same."""
+    changes = ", ".join(f"{key} {value}" for key, value in job.geometry.overrides().items())
+    return f"{job.system.name}, {job.geometry.preset}, buckets {list(job.buckets)}{', ' + changes if changes else ''}"
+
+
+def _job(spec: ShardSpec, backend: Backend) -> Job:
+    """What the shard runs: one configuration of the diagnostic matrix of its system."""
+    plan, system = spec.plan, get_system(spec.system)
+    geometry, fixed = settled_geometry(system, plan.subject, backend.device.type, plan.preset, plan.settings)
+    drafts = [geometry.draft_tokens] if "draft_tokens" in plan.settings else plan.drafts or None
+    configs = diagnostic_matrix(
+        system,
+        geometry,
+        batches=plan.batches or None,
+        drafts=drafts if system.drafts else None,
+        fixed=fixed - {"draft_tokens"},
+    )
+    config = configs[spec.turn % len(configs)]
+    buckets = tuple(dict.fromkeys(max(bucket // spec.batch_divisor, 1) for bucket in config.buckets))
+    ledger = _ledger(plan)
+    return Job.make(system, config.geometry, buckets, spec.seed, plan.subject, plan.fault, backend, ledger)
+
+
+def _ledger(plan: Plan) -> Ledger:
+    if plan.waivers is None:
+        ledger = choose_ledger(None, False)
+    elif not plan.waivers:
+        ledger = choose_ledger(None, True)
+    else:
+        ledger = parse_ledger(plan.waivers, LEDGER_FILE)
+        check_names(ledger)
+    return ledger.allowing_compilations(plan.allow_compilations)
+
+
+def _fuzz(spec: ShardSpec, job: JournalledJob, coverage: Coverage, folder: Path, counts: Counts) -> str:
+    """Fuzz the shard's rounds, anew after each finding, adding to `counts`; how it ended."""
+    left, stretch, journal = spec.plan.rounds_a_shard, 0, job.journal
+    while left > 0:
+        if stretch == MOST_FINDINGS:
+            return f"after {MOST_FINDINGS} findings"
+        result = fuzz(
+            job,
+            left,
+            spec.seed + stretch,
+            coverage,
+            folder=folder / "cases",
+            resident=spec.plan.resident,
+            on_rounds=journal.count,
+        )
+        counts.add(result.counts)
+        for finding in result.findings:
+            _found(finding, job, folder)  # all of them, before minutes are spent on the first
+        for finding in result.findings:
+            take(finding, job, folder)
+        left, stretch = left - result.executed, stretch + 1
+    return "complete"
+
+
+def _coverage(job: JournalledJob, coverage: Coverage) -> dict[str, Any]:
+    never = coverage.never_visited()
+    return {
+        "configuration": configuration(job),
+        "possible": len(coverage.visits()),
+        "never": [list(key) for key in never],
+        "digest": coverage.digest(),
+    }
+
+
+def _note_waivers(job: JournalledJob, counts: Counts, folder: Path) -> None:
+    """Write down what came of each waiver: its difference was seen here, or it had to be and was not."""
+    for waiver in job.waivers:
+        use = counts.waivers.get(waiver.key)
+        if use is None or not (use.words or use.gone):
+            continue
+        key = FindingKey(
+            system=job.system.name,
+            subject=job.subject,
+            field=waiver.field,
+            diagnosis=waiver.called,
+            law=waiver.law,
+        )
+        seen = f"waiver {use.id}: {use.field} in {use.rounds} of {use.checked} rounds, {use.words} words: {use.reason}"
+        FindingRecord(
+            key=key,
+            state="gone" if use.gone else "waived",
+            finding={**use.to_dict(), "sentence": use.sentence if use.gone else seen},
+            waiver=waiver.id,
+        ).write(folder)
+
+
+# Findings ------------------------------------------------------------------------------------------------------------
+
+
+def take(finding: Finding, job: JournalledJob, folder: Path) -> FindingRecord:
+    """Write `finding` down, repeat its case from nothing, shrink it; written down at each step."""
+    record = _found(finding, job, folder)
+    if record.settled:
+        return record
+    record = _repeated(record, finding, job, folder)
+    record.write(folder)
+    if record.state == "confirmed":
+        record = _shrunk(record, finding, job, folder)
+        record.write(folder)
+    return record
+
+
+def _found(finding: Finding, job: JournalledJob, folder: Path) -> FindingRecord:
+    """Its record: one that is settled, or that it was found."""
+    facts = finding.to_dict()
+    key = FindingKey.of(facts, planted=job.planted)
+    known = FindingRecord.read(folder / "findings" / f"{key.name}.json")
+    if known is not None and known.settled:
+        return known
+    if finding.case is None:
+        raise CaseNotSaved(f"{finding.sentence}; {finding.loss or 'the finding has no case'}")
+    case = Path(finding.case)
+    record = FindingRecord(
+        key=key,
+        state="found",
+        finding={name: value for name, value in facts.items() if name not in ("case", "reproduce")},
+        case=str(case.relative_to(folder)),
+    )
+    record.write(folder)
+    return record
+
+
+def _repeated(record: FindingRecord, finding: Finding, job: JournalledJob, folder: Path) -> FindingRecord:
+    """Confirmed if every repeat shows it; else flaky, with its rate."""
+    assert record.case is not None
+    if finding.diagnosis is Diagnosis.RECOMPILES:
+        # It cannot show again in this process, which has the kernel now; that it was compiled is no matter of chance.
+        return dataclasses.replace(record, state="confirmed", note="not repeated: a process compiles a kernel once")
+    rounds = read_case(folder / record.case).rounds
+    signature, shown = Signature.of(finding), 0
+    for _ in range(REPEATS):
+        again = confirm(job, rounds)
+        # A flaky one that shows again is explained, and so is called otherwise.
+        shown += any(finding.diagnosis is Diagnosis.FLAKY or signature.matches(each) for each in again)
+    state = "confirmed" if shown == REPEATS else "flaky"
+    return dataclasses.replace(record, state=state, shown=shown, repeats=REPEATS)
+
+
+def _shrunk(record: FindingRecord, finding: Finding, job: JournalledJob, folder: Path) -> FindingRecord:
+    if finding.diagnosis is Diagnosis.RECOMPILES:
+        return record
+    elsewhere = None if record.key.planted else _shrunk_elsewhere(record.key, folder)
+    if elsewhere is not None:
+        return dataclasses.replace(record, note=f"not shrunk: shard {elsewhere} has done it")
+    assert record.case is not None
+    case = read_case(folder / record.case)
+    try:
+        smaller = _shrink(case, finding, job)
+    except UsageError as error:
+        return dataclasses.replace(record, note=f"not shrunk: {error}")
+    path = Path("cases") / f"shrunk-{record.key.name}.json"
+    write_whole(folder / path, smaller.to_json())
+    return dataclasses.replace(record, state="shrunk", shrunk=str(path))
+
+
+def _shrink(case: Scenario, finding: Finding, job: JournalledJob) -> Scenario:
+    """The one place that knows how a case is shrunk."""
+    signature, budget_s = Signature.of(finding), CANARY_SHRINK_S if job.planted else SHRINK_S
+    journal = job.journal
+
+    def on_launch(candidate: Scenario) -> None:
+        journal.running(dataclasses.replace(candidate, found="while it was shrunk"), durable=False)
+
+    return shrink(
+        case,
+        signature,
+        job.backend,
+        budget_s=budget_s,
+        clock=journal.clock,
+        ledger=job.ledger,
+        on_launch=on_launch,
+    ).scenario
+
+
+def _shrunk_elsewhere(key: FindingKey, folder: Path) -> int | None:
+    """The shard of this campaign that has shrunk the same finding already."""
+    root = campaign_root(folder)
+    for number in shard_numbers(root):
+        try:
+            other = FindingRecord.read(shard_folder(root, number) / "findings" / f"{key.name}.json")
+        except HarnessError:
+            continue  # a damaged shard is named by the report; this one shrinks the finding itself
+        if other is not None and other.state == "shrunk":
+            return number
+    return None
+
+
+# The planted fault ---------------------------------------------------------------------------------------------------
+
+
+def _canary(spec: ShardSpec, job: JournalledJob, folder: Path) -> dict[str, Any]:
+    """Plant a fault, chosen by the seed, and see it through. The verdict: "reported"; "masked", if the subject has a
+    finding of its own in that place; "missing"."""
+    names = [name for name in CANARIES if _applies(name, spec, job)]
+    if not names:
+        return {"fault": None, "verdict": "missing", "finding": None, "why": "no fault can be planted here"}
+    fault = names[spec.seed % len(names)]
+    planted = dataclasses.replace(job, fault=fault, planted=True)
+    result = fuzz(
+        planted,
+        CANARY_ROUNDS,
+        spec.seed,
+        folder=folder / "cases",
+        on_rounds=job.journal.alive,
+    )
+    verdict: dict[str, Any] = {"fault": fault, "verdict": "missing", "finding": None}
+    if not result.findings:
+        return {**verdict, "why": f"{result.executed} rounds showed nothing"}
+    # What the fault should be called comes first; that it is called so every time is not what is to be shown here.
+    expected = FAULTS[fault].diagnoses
+    for finding in sorted(result.findings, key=lambda each: each.diagnosis not in expected):
+        own = _without_fault(finding, job, folder)
+        record = take(own or finding, job if own else planted, folder)
+        verdict |= {
+            "finding": record.key.name,
+            "why": f"{record.state}; {record.note}" if record.note else record.state,
+        }
+        if own is not None:
+            verdict["verdict"] = "masked"
+        elif record.state == "shrunk":
+            called = None if finding.diagnosis in expected else f"called {finding.diagnosis.value}"
+            return {**verdict, "verdict": "reported", "why": called}
+    return verdict
+
+
+def _without_fault(finding: Finding, job: JournalledJob, folder: Path) -> Finding | None:
+    """The same finding if it shows without the planted fault, too: then it is the subject's own."""
+    assert finding.case is not None
+    case = read_case(Path(finding.case))
+    signature = Signature.of(finding)
+    for again in confirm(job, case.rounds):
+        if signature.matches(again):
+            path = folder / "cases" / f"own-{Path(finding.case).name}"
+            write_whole(path, job.scenario(case.rounds, found=again.sentence).to_json())
+            return dataclasses.replace(again, case=str(path))
+    return None
+
+
+def _applies(name: str, spec: ShardSpec, job: JournalledJob) -> bool:
+    if get_fault(name)[1] in {waiver.field for waiver in job.waivers}:
+        return False  # a waiver might cover what it does
+    try:
+        Job.make(job.system, job.geometry, job.buckets, spec.seed, spec.plan.subject, name, job.backend)
+    except UsageError:
+        return False
+    return True
+
+
+# A case that ended a process -----------------------------------------------------------------------------------------
+
+
+def replay_step_by_step(case_path: Path, folder: Path, device: torch.device) -> None:
+    """Replay the case one round at a time; the progress in `folder` then says in which round the process ended."""
+    case, journal = read_case(case_path), Journal(folder)
+    spec = ShardSpec.from_dict(read_json(folder.parent / SPEC_FILE) or {})
+    if case.subject != spec.plan.subject:  # which is trusted: whoever runs the campaign has named it
+        check_trust(get_system(case.system), case.subject, "name it in the plan")
+    job = Job.make(
+        get_system(case.system),
+        case.geometry,
+        case.buckets,
+        case.seed,
+        case.subject,
+        case.fault,
+        open_backend(device),
+    )
+    journal.beat(force=True)
+    slots, generations = remap_slots_of(case.rounds), np.zeros(case.geometry.request_rows, np.int64)
+    try:
+        replayer = job.open(1, slots)
+        for round_ in case.rounds:
+            replayer.run(
+                tabulate(
+                    case.system,
+                    case.geometry,
+                    [round_],
+                    generations,
+                    widest_bucket=max(case.buckets),
+                    remap_slots=slots,
+                )
+            )
+            replayer.poll()
+            journal.rounds += 1
+            journal.beat(force=True)
+    except SubjectFault:
+        return  # it fails as a subject may, and the process lives

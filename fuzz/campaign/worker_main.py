@@ -1,0 +1,141 @@
+"""Shard: one process's share of a campaign, a pure function of its specification.
+
+It is started as `python -m fuzz.campaign.worker_main FOLDER`.
+
+The process ends with a status of its own for each reason, and at once: after a sticky error nothing may be asked of the
+device again. What it does is in shard_work.py; nothing heavy is imported before the folder is locked and the parent is
+watched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from dsa_verify.base.errors import (
+    STATUS_DEVICE_LOST,
+    STATUS_EQUAL,
+    STATUS_HARNESS,
+    STATUS_INTERRUPTED,
+    STATUS_OUT_OF_MEMORY,
+    DeviceLost,
+    DsaVerifyError,
+    UsageError,
+)
+from dsa_verify.base.out_of_memory import lack_of_memory
+from fuzz.campaign.locks import held
+from fuzz.campaign.plan import ShardSpec
+from fuzz.campaign.shard_folder import (
+    LOCK_FILE,
+    REPEAT_FOLDER,
+    SPEC_FILE,
+    CaseNotSaved,
+    ShardResult,
+    read_json,
+)
+
+# Beside those of errors.py, which say what a run means.
+STATUS_NO_ROOM: Final = 7
+# The process ends with its status above this: with any other a subject has ended it.
+ORDERLY: Final = 96
+
+NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def run_shard(spec: ShardSpec, folder: Path) -> ShardResult:
+    """Run the shard in this process; what it finds is in `folder`. Raises what the statuses stand for."""
+    from dsa_verify.base.device import settle_device
+
+    device = settle_device(spec.plan.device)
+    from fuzz.campaign.worker import work_shard
+
+    return work_shard(spec, folder, device)
+
+
+def repeat_case(case: Path, folder: Path, device: str) -> None:
+    """Replay a case that ended a process and see whether it ends this one, too."""
+    from dsa_verify.base.device import settle_device
+
+    settled = settle_device(device)
+    from fuzz.campaign.worker import replay_step_by_step
+
+    replay_step_by_step(case, folder, settled)
+
+
+def _status_of(work: Callable[[], None]) -> int:
+    """Do `work`; the exit status, the reason on standard error."""
+    try:
+        work()
+        return STATUS_EQUAL
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return STATUS_INTERRUPTED
+    except BaseException as error:
+        lack = None if isinstance(error, DeviceLost) else lack_of_memory(error)
+        if lack is not None:
+            _say(f"{type(lack).__name__}: {lack}")
+            return STATUS_OUT_OF_MEMORY
+        if isinstance(error, CaseNotSaved) or (isinstance(error, OSError) and error.errno in NO_ROOM):
+            _say(str(error))
+            return STATUS_NO_ROOM
+        if isinstance(error, DsaVerifyError):
+            _say(str(error))
+            return error.status
+        if "CUDA error" in str(error):
+            _say(f"{type(error).__name__}: {error}")
+            return STATUS_DEVICE_LOST
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
+        return STATUS_HARNESS
+
+
+def _say(text: str) -> None:
+    """On standard error, which is the shard's log and may be on the disk that is full: that is no death of its own."""
+    with contextlib.suppress(OSError):
+        print(f"dsa-verify: {text}", file=sys.stderr, flush=True)
+
+
+def _end_with_parent() -> None:
+    """A shard whose supervisor is gone ends at once: the next one must be able to begin it anew."""
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)  # what the subject has started, too
+        os._exit(ORDERLY + STATUS_INTERRUPTED)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main(arguments: list[str]) -> int:
+    """`FOLDER`, whose spec.json says what to run; or `FOLDER CASE DEVICE`: repeat that case."""
+    _end_with_parent()
+    folder = Path(arguments[0])
+
+    def work() -> None:
+        with held(folder / LOCK_FILE):
+            if len(arguments) > 1:
+                repeat_case(Path(arguments[1]), folder / REPEAT_FOLDER, arguments[2])
+                return
+            data = read_json(folder / SPEC_FILE)
+            if data is None:
+                raise UsageError(f"{folder}: {SPEC_FILE} is missing; a campaign writes it")
+            run_shard(ShardSpec.from_dict(data), folder)
+
+    return _status_of(work)
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(ORDERLY + status)

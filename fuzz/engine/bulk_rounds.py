@@ -1,0 +1,91 @@
+"""Resident rounds: whole chunks drawn from a counter on the job's own device, with no work for a single round.
+
+A steered world (world.py) costs about a millisecond a round, ten times what a small round costs a GPU. These rounds are
+not steered: each is a hash of (seed, number), so that any of them can be rebuilt without having been stored, and
+coverage is taken of a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+
+from dsa_verify.contract.round import has_floors
+from dsa_verify.contract.round_table import PAD_REQUEST, Array, RoundTable, complete_table, seq_len_fill
+from dsa_verify.replay.setup import Job
+from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
+from fuzz.engine.coverage import Coverage
+from fuzz.engine.expansion import RoundSpec, expand_columns, moves_of, regimes
+from fuzz.engine.strategies import specs_at
+
+OBSERVED_OF_A_CHUNK: Final = 16  # successive rounds, so that pairs are seen
+
+
+def resident_chunks(
+    job: Job, seed: int, first: int, count: int, chunk_rounds: int, coverage: Coverage
+) -> Iterator[RoundTable]:
+    """Rounds `first` to `first + count` of `seed`, on pages that no round has moved yet."""
+    generations = np.zeros(job.geometry.request_rows, np.int64)
+    coverage.expect(regimes(job.system.name, job.geometry))
+    for start in range(first, first + count, chunk_rounds):
+        numbers = range(start, min(start + chunk_rounds, first + count))
+        specs = specs_at(seed, numbers, job.system.name, job.geometry, job.buckets)
+        table = _table(job, specs, generations)
+        coverage.recaptured()  # what came before the sample is not in the map
+        for i, spec in enumerate(specs[:OBSERVED_OF_A_CHUNK]):
+            coverage.observe(table.round(i), spec.regime)
+        yield table
+
+
+def _table(job: Job, specs: list[RoundSpec], generations: Array) -> RoundTable:
+    device = job.backend.device if job.backend.device.type == "cuda" else None
+    drawn = expand_columns(specs, job.system.name, job.geometry, device)
+    columns = {name: _host(values) for name, values in drawn.items()}
+    count, widest, n = len(specs), max(job.buckets), job.geometry.draft_tokens
+    live = np.arange(widest)[None, :] < columns["raw"][:, None]
+
+    def padded(name: str, pad: int) -> Array:
+        wide = np.full((count, widest), pad, np.int64)
+        values = columns[name]
+        wide[:, : values.shape[1]] = values
+        return np.where(live, wide, pad)
+
+    moves = _moves(columns, generations)
+    system, geometry = job.system.name, job.geometry
+    floors = np.full((count, widest), geometry.replay_floor, np.int64)
+    return complete_table(
+        system,
+        geometry,
+        bucket=columns["bucket"],
+        raw=columns["raw"],
+        poison=columns["poison"],
+        twice=columns["twice"],
+        seed=columns["seed"] if system == "dcp" else np.zeros(count, np.int64),
+        seq_lens=padded("seq_lens", seq_len_fill(system, geometry)),
+        requests=padded("requests", PAD_REQUEST),
+        extend_lens=padded("extend_lens", n),
+        accept_lens=padded("accept_lens", n),
+        verify_lens=padded("verify_lens", 0) if system == "ragged_verify" else np.zeros((count, widest), np.int64),
+        replay_floors=padded("replay_floors", geometry.replay_floor) if has_floors(system, geometry) else floors,
+        **moves,
+    )
+
+
+def _moves(columns: dict[str, Array], generations: Array) -> dict[str, Array]:
+    """The remaps with each row once a round, and the generation it moves to; `generations` is advanced."""
+    count = len(columns["remap"])
+    rows = np.full((count, REMAPS_PER_ROUND), -1, np.int64)
+    moved, origins, pages = (np.zeros_like(rows) for _ in range(3))
+    for i in np.flatnonzero((columns["remap"] >= 0).any(1)):
+        for slot, (row, origin, taken) in enumerate(moves_of(columns, int(i))):
+            generations[row] += 1
+            rows[i, slot], moved[i, slot] = row, generations[row]
+            origins[i, slot], pages[i, slot] = origin, taken
+    return {"remap_rows": rows, "remap_generations": moved, "remap_origins": origins, "remap_pages": pages}
+
+
+def _host(values: Any) -> Array:
+    host: Array = values if isinstance(values, np.ndarray) else values.cpu().numpy()
+    return host

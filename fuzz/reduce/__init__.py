@@ -1,0 +1,1 @@
+"""A finding made small, and what it depends on put into words."""

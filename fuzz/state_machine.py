@@ -1,0 +1,307 @@
+"""Machine: a Hypothesis state machine over the world, whose every step is a rule with scalar arguments.
+
+Where the world draws a history from a seed, here Hypothesis chooses and, when something is wrong, shortens it to the
+few steps that matter. One machine run captures once (and again where the history says so) and replays into the same
+graphs. What it prints for a failing history can be pasted and run: the error ends with the line to put above it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from dsa_verify.base.device import settle_device
+from dsa_verify.buffers.region import Kind as RegionKind
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.layout import Compare
+from dsa_verify.contract.round import POISONS, Round
+from dsa_verify.contract.round_table import tabulate
+from dsa_verify.contract.schedule_variants import VARIANTS
+from dsa_verify.diagnosis.confirm import confirm, fault_finding, flaky_finding
+from dsa_verify.graphs import open_backend
+from dsa_verify.judge.judge import Tally, live_words
+from dsa_verify.judge.schedule_laws import ScheduleLaw
+from dsa_verify.replay.replayer import Lane, Replayer, SubjectFault
+from dsa_verify.replay.setup import Job
+from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
+from dsa_verify.run.verify import first_wrong_round
+from dsa_verify.systems.catalogue import get_system
+from dsa_verify.systems.indexer import scheduled_lengths
+from fuzz.engine.boundaries import boundaries
+from fuzz.engine.coverage import Coverage
+from fuzz.engine.expansion import RoundSpec
+from fuzz.engine.strategies import specs
+from fuzz.engine.world import World
+
+_PLACES: Final = range(16)  # a place is taken modulo the batch
+_WORLD_SEED: Final = 0  # Hypothesis draws; what the world draws beside that should not change from run to run
+
+# Not registered with Hypothesis: "ci" and "dev" are names that the projects using this one have profiles under.
+_COMMON: Final[dict[str, Any]] = {
+    "deadline": None,  # a capture takes as long as it takes
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
+    "print_blob": False,
+    # Not Phase.explain: it traces every line of every replay, and names lines where a sentence names the cause.
+    "phases": (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
+}
+PROFILES: Final[dict[str, settings]] = {
+    "ci": settings(max_examples=10, stateful_step_count=15, derandomize=True, database=None, **_COMMON),
+    "dev": settings(max_examples=50, stateful_step_count=30, **_COMMON),
+    "nightly": settings(max_examples=2000, stateful_step_count=100, **_COMMON),
+}
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class MachineTally:
+    """What a machine did, over all its runs. A requested round that was not executed met a failing subject.
+
+    `runs`: histories begun, those of shrinking included; `captures`: of all buckets.
+    """
+
+    runs: int = 0
+    captures: int = 0
+    requested: int = 0
+    executed: int = 0
+
+
+class Machine(RuleBasedStateMachine):
+    """Subclasses name a `job`; `machine_of` makes one."""
+
+    job: ClassVar[Job]
+    tally: ClassVar[MachineTally]
+    coverage: ClassVar[Coverage]
+
+    def __init__(self) -> None:
+        super().__init__()
+        job = self.job
+        self.tally.runs += 1
+        # Freed pages are reused at once; that they move is a rule's doing.
+        self.world = World(job.system.name, job.geometry, job.buckets, _WORLD_SEED, outside=False, reuse="lifo")
+        self.poison, self.bucket = POISONS[0], 0
+        self._forget()
+
+    # What an engine does ---------------------------------------------------------------------------------------------
+
+    @rule(count=st.sampled_from(range(1, 5)), boundary=st.sampled_from(range(256)))
+    def admit(self, count: int, boundary: int) -> None:
+        lengths = self._boundary_lengths()
+        for i in range(count):
+            self.world.admit(self._fitting(lengths[(boundary + i) % len(lengths)]))
+
+    @precondition(lambda self: self.world.live)
+    @rule()
+    def accept(self) -> None:
+        self.world.accept()
+
+    @precondition(lambda self: self.world.live)
+    @rule(place=st.sampled_from(_PLACES), swap=st.booleans())
+    def finish(self, place: int, swap: bool) -> None:
+        self.world.finish(self._at(place), swap=swap)
+
+    @precondition(lambda self: self.world.live)
+    @rule()
+    def preempt(self) -> None:
+        self.world.preempt()
+
+    @precondition(lambda self: self.world.waiting)
+    @rule()
+    def resume(self) -> None:
+        self.world.resume()
+
+    @precondition(lambda self: self.world.live)
+    @rule(place=st.sampled_from(_PLACES), pages_only=st.booleans())
+    def remap(self, place: int, pages_only: bool) -> None:
+        (self.world.move_pages if pages_only else self.world.move_row)(self._at(place))
+
+    @precondition(lambda self: self.world.live and self.world.most > 1)
+    @rule(place=st.sampled_from(_PLACES))
+    def share(self, place: int) -> None:
+        self.world.share(self._at(place))
+
+    @precondition(lambda self: self.world.live)
+    @rule(place=st.sampled_from(_PLACES), boundary=st.sampled_from(range(256)))
+    def jump_to_boundary(self, place: int, boundary: int) -> None:
+        lengths = self._boundary_lengths()
+        self.world.jump(self._at(place), lengths[boundary % len(lengths)])
+
+    @precondition(lambda self: self.world.live)
+    @rule(count=st.sampled_from(_PLACES))
+    def shrink_the_batch(self, count: int) -> None:
+        self.world.shrink(count % len(self.world.live))
+
+    @rule(bucket=st.sampled_from(range(8)))
+    def change_the_bucket(self, bucket: int) -> None:
+        """The next replays pad to this bucket, where it is wide enough."""
+        self.bucket = self.world.buckets[bucket % len(self.world.buckets)]
+
+    @rule(name=st.sampled_from(POISONS))
+    def poison_with(self, name: str) -> None:
+        self.poison = name
+
+    @rule()
+    def recapture(self) -> None:
+        self._forget()
+
+    @rule(twice=st.booleans())
+    def replay(self, twice: bool) -> None:
+        world = self.world
+        bucket = max(self.bucket, world.smallest_bucket(len(world.live)))
+        self._run(world.emit(bucket, poison=self.poison, twice=twice))
+
+    # What none does --------------------------------------------------------------------------------------------------
+
+    @rule(boundary=st.sampled_from(range(1 << 10)))
+    def replay_boundary(self, boundary: int) -> None:
+        known = boundaries(self.job.system.name, self.job.geometry, self.job.buckets)
+        self._run(self.world.at(known[boundary % len(known)]))
+
+    # Invariants ------------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def the_world_is_sound(self) -> None:
+        self.world.check()
+
+    @invariant()
+    def live_values_are_legal(self) -> None:
+        """Every value that a consumer may read is within the field's limits (contract 11.4)."""
+        if self.lane is None:
+            return
+        for region in self.lane.judges[0].regions:
+            if region.kind is not RegionKind.FIELD:
+                continue
+            field = self.lane.layout[region.name]
+            if field.compare is not Compare.EXACT or field.dtype != "int32":
+                continue
+            values = region.got[live_words(region)].long()  # int32 does not hold every limit
+            legal = ((values >= field.low) & (values < field.high)).all()
+            assert legal, self._say(f"out of range: {field.name} holds a live value outside {field.low}..{field.high}")
+
+    @invariant()
+    def schedules_cover_their_tiles(self) -> None:
+        """Contract 3.5, of the lengths that the subject itself gave."""
+        if self.lane is None:
+            return
+        for name, schedule in self.lane.buffers.items():
+            found = scheduled_lengths(name)
+            if found is None or found[0] not in self.lane.buffers:
+                continue
+            lengths = self.lane.buffers[found[0]].clamp(min=1 if found[1] else 0)
+            broken = _broken_law(self.job.geometry, schedule, lengths)
+            assert broken is None, self._say(f"{name}: {broken}")
+
+    # Replaying -------------------------------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        """The next replay captures first: its buffers hold what pad rows give, its pages are those of a fresh start."""
+        self.rounds: list[Round] = []
+        self.generations = np.zeros(self.job.geometry.request_rows, np.int64)
+        self.lane: Lane | None = None
+        self.replayer: Replayer | None = None
+
+    def _run(self, round_: Round) -> None:
+        self.tally.requested += 1
+        self.rounds.append(round_)
+        try:
+            tallies = self._replay(round_)
+        except SubjectFault as fault:
+            raise AssertionError(self._say(fault_finding(self.job, fault).sentence)) from fault
+        self.tally.executed += 1
+        self.coverage.observe(round_)
+        assert self.replayer is not None
+        self.lane = self.replayer.lanes[round_.bucket]
+        if first_wrong_round(self.replayer, tallies) is not None:
+            found = confirm(self.job, self.rounds) or [flaky_finding(self.job, tallies, 1)]
+            raise AssertionError(self._say("\n".join(finding.sentence for finding in found)))
+
+    def _replay(self, round_: Round) -> Mapping[int, Tally]:
+        job = self.job
+        if self.replayer is None:
+            self.tally.captures += 1
+            self.coverage.recaptured()
+            self.replayer = job.open(1)
+        table = tabulate(
+            job.system.name,
+            job.geometry,
+            [round_],
+            self.generations,
+            widest_bucket=max(job.buckets),
+            remap_slots=REMAPS_PER_ROUND,
+        )
+        self.replayer.run(table)
+        self.replayer.finish()
+        return self.replayer.poll()
+
+    def _say(self, sentence: str) -> str:
+        return f"{sentence}\nTo run the history again, put this above it:\n{preamble(self.job)}"
+
+    def _at(self, place: int) -> int:
+        return place % len(self.world.live)
+
+    def _boundary_lengths(self) -> Sequence[int]:
+        return [length for length in self.coverage.candidates.tolist() if length >= self.world.shortest]
+
+    def _fitting(self, length: int) -> int:
+        return min(length, self.world.longest)
+
+
+def machine_of(job: Job) -> type[Machine]:
+    """A machine that fuzzes `job`; `.TestCase` is a test of it, `run` runs it."""
+
+    def replay_outside(self: Machine, spec: RoundSpec) -> None:
+        self._run(self.world.outside(spec))
+
+    body = {
+        "job": job,
+        "tally": MachineTally(),
+        "coverage": Coverage(job.system.name, job.geometry, job.buckets),
+        "replay_outside": rule(spec=specs(job.system.name, job.geometry, job.buckets))(replay_outside),
+    }
+    return type("Machine", (Machine,), body)
+
+
+def machine_for(
+    system: str,
+    preset: str = "tiny",
+    geometry: dict[str, Any] | None = None,
+    buckets: tuple[int, ...] = (4, 2),
+    subject: str | None = None,
+    fault: str | None = None,
+    device: str = "auto",
+) -> type[Machine]:
+    """`machine_of` from names alone, as in the line that a failing machine gives."""
+    backend = open_backend(settle_device(device))
+    resolved = Geometry.resolve(preset, geometry)
+    return machine_of(Job.make(get_system(system), resolved, buckets, 0, subject, fault, backend))
+
+
+def preamble(job: Job) -> str:
+    """The Python that makes the `Machine` of a printed history."""
+    names = (job.system.name, job.geometry.preset, job.geometry.overrides(), job.buckets, job.subject, job.fault)
+    arguments = ", ".join(map(repr, (*names, str(job.backend.device))))
+    return (
+        "from fuzz.engine.expansion import RoundSpec\n"
+        f"from fuzz.state_machine import machine_for; Machine = machine_for({arguments})"
+    )
+
+
+def run(machine: type[Machine], profile: settings = PROFILES["ci"]) -> MachineTally:
+    """Run `machine` and say what it did; AssertionError, with the shortest failing history in its notes."""
+    run_state_machine_as_test(machine, settings=profile)
+    return machine.tally
+
+
+def _broken_law(geometry: Geometry, schedule: torch.Tensor, lengths: torch.Tensor) -> str | None:
+    variant = VARIANTS[geometry.schedule]
+    if lengths.dim() not in variant.context_dims:
+        lengths = lengths[:, -1] if lengths.dim() == 2 else lengths.unsqueeze(1)
+    next_n = lengths.shape[1] if lengths.dim() == 2 else 1
+    law = ScheduleLaw(variant, geometry.multiprocessors, rows=lengths.shape[0], next_n=next_n)
+    breaks = law.judge(schedule.contiguous(), lengths.contiguous())
+    return breaks[0].sentence if breaks else None
