@@ -77,4 +77,4 @@ def _patch_once_for_each_launch(interpreter: ModuleType) -> None:
             scope.restore = restore_all
         return scope
 
-    interpreter._patch_lang = patch_lang
+    vars(interpreter)["_patch_lang"] = patch_lang
