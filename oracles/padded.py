@@ -1,7 +1,7 @@
 """PaddedOracle: DSV4-style metadata at its full width, pad rows included, in plain torch (contract 7.1, 7.2).
 
 Three readings of the contract. Lengths that a consumer reads as unsigned (`swa_topk_lengths`, `c*_len_*`) are clamped
-below at 0, which differs from the formula only in rows of draft-extend that are shorter than the draft;
+below at 0, which shows only in rows of draft-extend that are shorter than the draft (published code lets them pass);
 `seq_lens_casual` and `positions_casual` are not, as the contract says. Indices made from `page_table` end where that
 table does, which matters where a length passes the captured width or the table is a placeholder. The replay floor of a
 request is also the valid_from of its draft block: no context lies before it.
