@@ -10,7 +10,7 @@ from typing import Final
 
 from dsa_verify.contract.layout import Memory
 
-_SCHEDULE: Final = Memory(consumer="DeepGEMM", source="rows of 8 bytes by 3.1, contiguous by 3.5", alignment=8)
+_SCHEDULE: Final = Memory(consumer="DeepGEMM", source="rows of 8 bytes, contiguous: contract 3.1 and 3.5", alignment=8)
 _CONTEXT: Final = Memory(consumer="DeepGEMM", source="is_contiguous in its csrc/apis/attention.hpp")
 _LENGTHS: Final = Memory(
     consumer="FlashAttention", source="CHECK_CONTIGUOUS in its hopper/flash_api.cpp, and so in FlashMLA"

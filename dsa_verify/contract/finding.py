@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from enum import Enum
-from typing import Any
+from typing import Any, Final
+
+from dsa_verify.contract.links import contract_links
+
+# Sections of rules that no field states: of addresses and guards, of inputs, of schedules.
+MEMORY_RULE: Final = "11.3"
+INPUT_RULE: Final = "0.1"
+LAW_RULE: Final = "3.5"
 
 
 class Diagnosis(Enum):
@@ -45,7 +52,8 @@ class Finding:
     """One thing wrong with a subject.
 
     `place` names the element: field, request, draft position, page. `law`: the law of contract 3.5 that a schedule
-    breaks first. `round` counts the rounds of the case, `seen_in_round` those of the run that found it, both from 0.
+    breaks first. `section`: where the contract states the rule that is broken; None if only the sentence says so, or
+    nothing does. `round` counts the rounds of the case, `seen_in_round` those of the run that found it, both from 0.
     `case` is the path of the case file that shows the finding and `reproduce` the command that replays it; both are
     None until it was written, and where it could not be, `not_saved` is the reason.
     """
@@ -64,6 +72,7 @@ class Finding:
     differing: int = 0
     draft_tokens: int = 1
     law: str | None = None
+    section: str | None = None
     case: str | None = None
     reproduce: str | None = None
     not_saved: str | None = None
@@ -73,6 +82,16 @@ class Finding:
         """What is said below a finding whose case could not be written."""
         return None if self.not_saved is None else f"the case could not be saved: {self.not_saved}"
 
+    @property
+    def contract(self) -> tuple[str, ...]:
+        """Where to read the rule: links into docs/contract/, of `section` and of what the sentence cites."""
+        return contract_links(self.section, self.sentence)
+
+    @property
+    def links(self) -> str | None:
+        """The same as a line for people."""
+        return ", ".join(self.contract) or None
+
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; keys are the attribute names."""
-        return {**dataclasses.asdict(self), "diagnosis": self.diagnosis.value}
+        """For JSON; keys are the attribute names, and `contract` has the links."""
+        return {**dataclasses.asdict(self), "diagnosis": self.diagnosis.value, "contract": list(self.contract)}

@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 
 from dsa_verify.base.errors import HarnessError
 from dsa_verify.buffers.region import Kind, Region
-from dsa_verify.contract.finding import Diagnosis, Finding
+from dsa_verify.contract.finding import INPUT_RULE, LAW_RULE, MEMORY_RULE, Diagnosis, Finding
 from dsa_verify.contract.glue_route import Route
 from dsa_verify.contract.owners import held_in
 from dsa_verify.contract.round import POISONS, Round
@@ -206,6 +206,7 @@ def _findings(
             _base(job, change.bucket, change.round),
             diagnosis=Diagnosis.BUFFER_REPLACED,
             field=change.field,
+            section=MEMORY_RULE,
             sentence=(
                 f"buffer replaced: {change.field} of bucket {change.bucket}: {change.change} after capture; "
                 "the graph still writes the old one"
@@ -349,9 +350,21 @@ def _judged(
         field=region.name,
         place=place,
         law=law,
+        section=LAW_RULE if law is not None else _section(evidence, first),
         got=first.got,
         want=first.want,
     )
+
+
+def _section(evidence: Evidence, first: Difference) -> str | None:
+    """Of the contract, where it is stated what `first` breaks."""
+    if first.phase is Phase.FILLED:
+        return None  # the sentence says why a pad row is reset
+    if first.region.kind is Kind.INPUT:
+        return INPUT_RULE
+    if first.region.kind is Kind.FIELD and first.phase is not Phase.BEFORE:
+        return evidence.layout[first.region.name].section
+    return MEMORY_RULE
 
 
 def _beyond_waivers(

@@ -13,6 +13,7 @@ import torch
 
 from dsa_verify.buffers.region import Kind
 from dsa_verify.contract.finding import Diagnosis
+from dsa_verify.contract.links import contract_links
 from dsa_verify.contract.layout import Field, Layout, Live
 from dsa_verify.contract.owners import Owner, OwnerOf
 from dsa_verify.diagnosis.diagnose import describe_place, diagnose_field, shown
@@ -32,7 +33,8 @@ Host = Mapping[str, torch.Tensor]
 class Line:
     """One field that differed in one check. `replay`: the number of the replay since the overlay was attached.
     `differing`: words that differ, of this check if the line has a `diagnosis`, else those that were kept. `elements`:
-    the first of them as [row, column, got, want]. `case`: a case file that holds the rounds up to this one."""
+    the first of them as [row, column, got, want]. `section`: where the contract states the rule of the field. `case`: a
+    case file that holds the rounds up to this one."""
 
     kind: str
     replay: int
@@ -44,11 +46,13 @@ class Line:
     place: str | None = None
     differing: int = 0
     elements: tuple[tuple[int, int, int, int], ...] = ()
+    section: str | None = None
     case: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"schema": LINE_SCHEMA, **dataclasses.asdict(self)}
+        """For JSON; `contract` has the links to `section` and to what the sentence cites."""
+        links = contract_links(self.section, self.sentence)
+        return {"schema": LINE_SCHEMA, **dataclasses.asdict(self), "contract": list(links)}
 
 
 def explained(lane: Lane, evidence: Host) -> list[Line]:
@@ -94,6 +98,7 @@ def explained(lane: Lane, evidence: Host) -> list[Line]:
                 place=place,
                 differing=differing,
                 elements=tuple((d.row, d.column, d.got, d.want) for d in found),
+                section=layout[region.name].section,
             )
         )
     return lines
@@ -114,6 +119,7 @@ def unexplained(lane: Lane, tally: Tally, told: Callable[[int, str], bool], raw_
             sentence=_plain_sentence(found[0]),
             differing=len(found),
             elements=tuple((d.row, d.column, d.got, d.want) for d in found[:MAX_ELEMENTS]),
+            section=lane.layout[name].section if name in lane.layout else None,
         )
         for (replay, name), found in groups.items()
         if not told(replay, name)

@@ -215,6 +215,7 @@ def failure_text(run: Run) -> str:
     for finding in run.findings:
         lines += ["", finding.sentence]
         lines += [f"  law:       {finding.law} (contract 3.5)"] if finding.law else []
+        lines += [f"  rule:      {finding.links}"] if finding.links else []
         lines += [f"  {finding.loss}"] if finding.loss else [f"  case:      {finding.case}"]
         lines += [f"  reproduce: {finding.reproduce}"]
     return "\n".join(lines)

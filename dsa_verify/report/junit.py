@@ -41,7 +41,8 @@ def of(runs: Sequence[Run]) -> str:
                     case, "failure", type=finding.diagnosis.value, message=finding.sentence
                 )
                 law = f"law: {finding.law}\n" if finding.law else ""
-                failure.text = f"{finding.sentence}\n{law}{finding.loss or finding.reproduce or ''}"
+                rule = f"rule: {finding.links}\n" if finding.links else ""
+                failure.text = f"{finding.sentence}\n{law}{rule}{finding.loss or finding.reproduce or ''}"
         for use in run.gone:
             name = f"waiver {use.id}: {use.field}"
             case = ElementTree.SubElement(suite, "testcase", classname=f"dsa_verify.{run.system}", name=name)

@@ -79,6 +79,8 @@ class Terminal:
         self.say(f"  {finding.sentence}")
         if finding.law:
             self.say(f"  law: {finding.law} (contract 3.5)")
+        if finding.links:
+            self.say(f"  rule: {finding.links}")
         if finding.loss:
             self.say(f"  {finding.loss}", BAD)
         if finding.reproduce:

@@ -97,6 +97,7 @@ def check(findings: list[Finding], name: str, system: str) -> None:
         assert finding.sentence.count(": ") >= 1
         assert finding.sentence.rpartition(": ")[2].strip()
         assert finding.system == system
+        assert finding.contract or finding.field is None or finding.diagnosis is Diagnosis.FLAKY
         assert finding.bucket in config_of(system).buckets or finding.diagnosis is Diagnosis.FLAKY
     fields = {finding.field for finding in findings}
     if name in WITHOUT_FIELD:
@@ -112,6 +113,23 @@ def check(findings: list[Finding], name: str, system: str) -> None:
 @pytest.mark.parametrize("system, name", CASES)
 def test_a_fault_is_caught_and_called_by_its_name(system: str, name: str):
     check(verify(system, name)[0], name, system)
+
+
+@pytest.mark.parametrize(
+    "system, name, sections",
+    [
+        ("decode", "skip_refresh:cu_seqlens_k", ["1.1"]),
+        ("decode", "past_the_end", ["11.3"]),
+        ("decode", "output_replaced", ["11.3"]),
+        ("decode", "other_bucket", ["11.3"]),
+        ("decode", "input_overwritten", ["0.1"]),
+        ("decode", "tail_not_reset:seq_lens", ["0.2", "7.5"]),
+        ("padded", "glues_idle", ["7.4"]),
+    ],
+)
+def test_a_finding_leads_to_the_rule_that_is_broken(system: str, name: str, sections: list[str]):
+    first = verify(system, name)[0][0]
+    assert [link.partition("#")[2] for link in first.contract] == sections
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

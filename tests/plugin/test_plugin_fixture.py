@@ -18,6 +18,7 @@ decode, subject test_mine:Wrong, on DEVICE: 1 finding(s) in 2 round(s) checked; 
 
 never written: dsa_cache_seqlens_int32[0] (batch row 0, request R, length 1) is -1633771874, must be 1: \
 it still holds the poison, so it was never written in this replay
+  rule:      docs/contract/1-basic.md#1.1
   case:      dsa-findings/decode-dsa_cache_seqlens_int32-never-written-X.json
   reproduce: PYTHONPATH=. dsa-verify replay dsa-findings/decode-dsa_cache_seqlens_int32-never-written-X.json \
 --subject test_mine:Wrong

@@ -96,9 +96,12 @@ def test_a_finding_is_printed_written_and_replayed_from_its_case(dsa_verify: Cli
     assert finding["diagnosis"] == "boundary"
     assert finding["sentence"] in text
     assert f"reproduce: {finding['reproduce']}" in text
+    assert finding["contract"] == ["docs/contract/1-basic.md#1.2"]
+    assert text.count("  rule: docs/contract/1-basic.md#1.2") == 1
     failure = ElementTree.parse(tmp_path / "r.xml").getroot().find(".//failure")
     assert failure is not None
     assert failure.get("message") == finding["sentence"]
+    assert "rule: docs/contract/1-basic.md#1.2" in (failure.text or "")
     status, text = dsa_verify("replay", finding["case"])
     assert status == 1
     assert finding["sentence"] in text

@@ -106,7 +106,7 @@ def test_rows_of_a_schedule_are_aligned_as_they_are_read(words: int, beyond: int
     spoiled = own_outputs(layout, lambda field: shifted(field, words) if field.alias is None else None)
     expected = [
         f"paged_mqa_schedule_metadata begins {beyond} bytes beyond a multiple of 8; DeepGEMM reads 8 bytes at once and "
-        "needs an address that is one (contract 3; rows of 8 bytes by 3.1, contiguous by 3.5)"
+        "needs an address that is one (contract 3; rows of 8 bytes, contiguous: contract 3.1 and 3.5)"
     ]
     assert wrong_outputs(layout, spoiled) == (expected if beyond else [])
 

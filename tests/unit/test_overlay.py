@@ -150,6 +150,7 @@ def test_a_planted_fault_is_named(
     assert line["differing"] >= len(line["elements"]) > 0
     assert torch.tensor(line["elements"]).shape[1] == 4
     assert re.fullmatch(words, line["sentence"]), line["sentence"]
+    assert line["contract"] == ["docs/contract/7-padded.md#7.1"]
 
 
 def test_a_page_of_another_request_is_named_by_it(serving: ModuleType, tmp_path: Path) -> None:

@@ -153,6 +153,7 @@ def test_a_law_sees_what_subject_and_oracle_agree_in(monkeypatch: pytest.MonkeyP
     job = job_of(Leading)
     findings = verify_rounds(job, [job.table(ROUNDS)], Counts(), folder=None)
     assert {finding.diagnosis for finding in findings} == {Diagnosis.LAW_BROKEN}
+    assert {finding.contract for finding in findings} == {("docs/contract/3-schedule.md#3.5",)}
     assert {finding.field for finding in findings} <= {FULL, POOLED}
     assert {finding.law for finding in findings} <= {Law.PLACEMENT.value, Law.EMPTY.value}
     assert all(re.search(r"SM \d+|row \d+", finding.sentence) for finding in findings)
@@ -180,5 +181,5 @@ def test_a_schedule_that_is_not_contiguous_is_refused() -> None:
     assert finding.diagnosis is Diagnosis.WRONG_OUTPUTS
     assert finding.sentence == (
         f"wrong outputs: bucket 4: {POOLED} has strides [4, 1]; DeepGEMM needs it contiguous, with strides [2, 1] "
-        "(contract 4.2; rows of 8 bytes by 3.1, contiguous by 3.5)"
+        "(contract 4.2; rows of 8 bytes, contiguous: contract 3.1 and 3.5)"
     )
