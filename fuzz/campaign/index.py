@@ -40,7 +40,7 @@ VERDICTS_LOCK: Final = "verdicts.lock"
 LOCK_WAIT_S: Final = 2.0
 LOCK_TRIES: Final = 5
 
-_SCHEMA_VERSION: Final = 4
+_SCHEMA_VERSION: Final = 5
 # Of a store that another version made: it is made again from the folders.
 _FORGET: Final = f"""
 DROP VIEW IF EXISTS findings;
@@ -60,7 +60,8 @@ CREATE TABLE IF NOT EXISTS attempts (
 );
 CREATE TABLE IF NOT EXISTS sightings (
     key TEXT, shard INTEGER, planted INTEGER, system TEXT, subject TEXT, field TEXT, diagnosis TEXT, law TEXT,
-    state TEXT, rank INTEGER, shown INTEGER, repeats INTEGER, sentence TEXT, path TEXT, note TEXT, waiver TEXT,
+    state TEXT, rank INTEGER, shown INTEGER, repeats INTEGER, sentence TEXT, rules TEXT, path TEXT, note TEXT,
+    waiver TEXT,
     PRIMARY KEY (key, shard)
 );
 CREATE TABLE IF NOT EXISTS damage (shard INTEGER, text TEXT);
@@ -73,8 +74,8 @@ CREATE VIEW IF NOT EXISTS findings AS
             WHEN waivers.issue IS NOT NULL THEN 'waived'
             ELSE best.state
         END AS state,
-        COALESCE(waivers.issue, best.waiver) AS issue, best.shown, best.repeats, best.sentence, best.path, best.note,
-        best.shard, best.sightings
+        COALESCE(waivers.issue, best.waiver) AS issue, best.shown, best.repeats, best.sentence, best.rules, best.path,
+        best.note, best.shard, best.sightings
     FROM (
         SELECT *, COUNT(*) OVER (PARTITION BY key) AS sightings,
             ROW_NUMBER() OVER (PARTITION BY key ORDER BY rank DESC, shard) AS place
@@ -196,6 +197,7 @@ class Store:
             "shown": record.shown,
             "repeats": record.repeats,
             "sentence": record.finding["sentence"],
+            "rules": ", ".join(record.finding.get("contract", ())),
             "path": None if path is None else str((folder / path).relative_to(self.root)),
             "note": record.note,
             "waiver": record.waiver,

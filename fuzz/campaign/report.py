@@ -177,6 +177,8 @@ def finding_lines(finding: Mapping[str, Any], root: Path, replay_options: Sequen
         f"{finding['state'].upper()}{waived} {finding['key']} (in {finding['sightings']} shard(s){rate})",
         f"  {finding['sentence']}",
     ]
+    if finding["rules"]:
+        lines.append(f"  rule: {finding['rules']}")
     if finding["note"]:
         lines.append(f"  {finding['note']}")
     if finding["path"]:

@@ -410,6 +410,12 @@ def test_a_campaign_outlives_a_store_that_is_locked_for_a_while(
     assert facts_of(root)["shards_ended"] == {"complete": 2}
 
 
+def test_a_report_leads_to_the_rule_of_each_finding(ended: Path) -> None:
+    facts = facts_of(ended)
+    rules = [line for line in report_lines(facts, ended) if line == "  rule: docs/contract/1-basic.md#1.1"]
+    assert len(rules) == len(facts["findings"]) > 0
+
+
 def test_waived_and_gone(ended: Path) -> None:
     root = ended
     keys = [finding["key"] for finding in facts_of(root)["findings"]]

@@ -394,7 +394,9 @@ def test_a_finding_is_told_where_its_case_cannot_be_saved(
     assert status == 1, text
     result = json.loads((tmp_path / "r.json").read_text())
     for finding in result["findings"]:
-        assert f"  {finding['sentence']}\n  the case could not be saved: {os.strerror(error)}\n" in text
+        (rule,) = finding["contract"]
+        lost = f"the case could not be saved: {os.strerror(error)}"
+        assert f"  {finding['sentence']}\n  rule: {rule}\n  {lost}\n" in text
         assert (finding["case"], finding["reproduce"], finding["not_saved"]) == (None, None, os.strerror(error))
     assert "Traceback" not in text
     assert text.count("so a crash would leave no case") == 1

@@ -31,6 +31,7 @@ def work_shard(spec: Any, folder: Path, device: str) -> None:
 
     def find(field: str, planted: bool = False) -> None:
         facts = {"system": spec.system, "subject": behaviour, "field": field, "diagnosis": "stale", "sentence": field}
+        facts |= {"contract": ["docs/contract/1-basic.md#1.1"]}
         key = FindingKey.of(facts, planted=planted)
         write_whole(folder / "cases" / f"{field}.json", "{}")
         for state in ("found", "confirmed", "shrunk"):
