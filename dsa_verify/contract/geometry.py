@@ -232,7 +232,7 @@ class Geometry:
                     f"{where}multiprocessors: {self.multiprocessors} makes no pair, and {self.schedule} takes them in "
                     "pairs; use 2 or more"
                 )
-            _check_pools(self, where)
+            check_pool_geometry(self, where=where)
         needed = max(self.context + self.draft_tokens, self.columns)
         if self.token_columns < needed:
             raise UsageError(
@@ -254,7 +254,7 @@ class Geometry:
             )
 
 
-def _check_pools(geometry: Geometry, where: str) -> None:
+def check_pool_geometry(geometry: Geometry, *, where: str = "") -> None:
     """UsageError, with the remedy, if `geometry` is one that pooling does not support (contract 0.3)."""
     for name, low, high in (("draft_tokens", 1, MAX_DRAFT_TOKENS), ("topk", 1, MAX_TOPK)):
         value = getattr(geometry, name)

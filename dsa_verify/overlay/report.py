@@ -13,8 +13,8 @@ import torch
 
 from dsa_verify.buffers.region import Kind
 from dsa_verify.contract.finding import Diagnosis
-from dsa_verify.contract.links import contract_links
 from dsa_verify.contract.layout import Field, Layout, Live
+from dsa_verify.contract.links import contract_links
 from dsa_verify.contract.owners import Owner, OwnerOf
 from dsa_verify.diagnosis.diagnose import describe_place, diagnose_field, shown
 from dsa_verify.diagnosis.evidence import Evidence, Moment

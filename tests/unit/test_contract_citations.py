@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from dsa_verify.contract import Layout
+from dsa_verify.contract.finding import INPUT_RULE, LAW_RULE, MEMORY_RULE, Diagnosis, Finding
+from dsa_verify.contract.geometry import PADDED_MODES, Geometry
+from dsa_verify.contract.layout import Layout
 from dsa_verify.contract.links import FOLDER, PAGES, cited_sections, contract_link, contract_links
-from dsa_verify.findings import INPUT_RULE, LAW_RULE, MEMORY_RULE, Diagnosis, Finding
-from dsa_verify.geometry import PADDED_MODES, Geometry
-from dsa_verify.systems import SYSTEMS
+from dsa_verify.systems.catalogue import SYSTEMS
 
 ROOT = Path(__file__).parents[2]
 CITING = ("dsa_verify", "oracles", "fuzz", "tests", "bench", "examples", "docs", "README.md", "CHANGELOG.md")

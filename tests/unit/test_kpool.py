@@ -11,12 +11,11 @@ import torch
 from support import DEVICE, backend
 
 from dsa_verify.base.errors import UsageError
-from dsa_verify.contract.geometry import INDEX_DTYPES, INPUT_VIEWS, Geometry
+from dsa_verify.contract.geometry import INDEX_DTYPES, INPUT_VIEWS, Geometry, check_pool_geometry
 from dsa_verify.contract.kpool import (
     Mode,
     candidates,
     check_lengths,
-    check_pool_geometry,
     live_candidates,
     pooled_pages,
     rows_per_request,
