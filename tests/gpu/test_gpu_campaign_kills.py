@@ -1,7 +1,7 @@
 """On a GPU: the supervisor or a shard's process killed with -9 at random moments; after resuming, no finding is lost or
 doubled, and the report says what was lost of the work in flight.
 
-DSA_VERIFY_KILLS says how many moments. The same on a CPU, with played shards: tests/unit/test_campaign.py.
+DSA_VERIFY_KILLS says how many moments. The same on a CPU, with played shards: tests/campaign/test_campaign.py.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def dsa_verify(
 @pytest.fixture
 def serving(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The example of a serving loop."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
     return importlib.import_module("serving_loop")
 
 

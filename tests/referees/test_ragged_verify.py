@@ -9,74 +9,25 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
-from support import DEVICE, backend, small
+from ragged_bench import RAGGED, Bench
+from support import backend, small
 
 from dsa_verify.base.errors import UsageError
-from dsa_verify.buffers.arena import GUARD_WORD, TORCH_DTYPES, Arena
-from dsa_verify.buffers.region import LOUD_WORD
 from dsa_verify.contract.finding import Diagnosis
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.graph_keys import accepts, key_of
 from dsa_verify.contract.ragged import capture_lens, graph_tokens, next_graph_tokens, padded_to_bucket
 from dsa_verify.contract.round import Round
-from dsa_verify.contract.round_table import token_slots
 from dsa_verify.contract.subject import Buffers, Inputs, Subject
 from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.replay.setup import Job
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.pipelines.ragged_verify import RaggedVerify
-from dsa_verify.systems.catalogue import SYSTEMS
 from dsa_verify.systems.ragged_verify import ragged_verify
-from oracles.ragged_referee import captured, expected_ragged, graph_of, padded
+from oracles.ragged_referee import captured, graph_of, padded
 from oracles.ragged_verify import RaggedVerifyOracle
 
-RAGGED = SYSTEMS["ragged_verify"]
 K02_GRID, K02_WIDTH = (1, 32, 192), 6
-
-
-class Bench:
-    """One subject or oracle over one bucket, eagerly, with inputs as an engine pads them."""
-
-    def __init__(self, subject: Subject, geometry: Geometry, bucket: int):
-        self.subject, self.geometry, self.bucket = subject, geometry, bucket
-        rows = np.arange(geometry.request_rows)
-        self.slots = token_slots(geometry, rows, rows % 3)
-        dtype = TORCH_DTYPES[geometry.index_dtype]
-        step = 2 if geometry.input_view == "strided" else 1
-        self.inputs = Inputs(
-            seq_lens=torch.ones(bucket * step, dtype=dtype, device=DEVICE)[::step],
-            req_pool_indices=torch.zeros(bucket * step, dtype=dtype, device=DEVICE)[::step],
-            req_to_token=torch.from_numpy(self.slots.astype(np.int32)).to(DEVICE),
-            verify_lens=torch.zeros(bucket * step, dtype=torch.int32, device=DEVICE)[::step],
-        )
-        layout = ragged_verify(geometry, bucket)
-        self.arena = Arena(
-            [layout.for_oracle() if isinstance(subject, RaggedVerifyOracle) else layout], DEVICE, LOUD_WORD
-        )
-        self.buffers = self.arena.at(bucket)
-        subject.allocate(geometry, self.inputs, self.buffers)
-
-    def replay(self, round_: Round) -> dict[str, np.ndarray]:
-        pads = self.bucket - round_.raw_batch
-        self.round = round_
-        self.seq_lens, self.requests = (*round_.seq_lens, *[1] * pads), (*round_.requests, *[0] * pads)
-        values = {
-            "seq_lens": self.seq_lens,
-            "req_pool_indices": self.requests,
-            "verify_lens": (*(round_.verify_lens or ()), *[0] * pads),
-        }
-        for name, tensor in self.inputs.tensors().items():
-            if name in values:
-                tensor.copy_(torch.tensor(values[name], dtype=tensor.dtype))
-        self.subject.in_graph()
-        assert all(bool((guard.words == GUARD_WORD).all()) for guard in self.arena.guards)
-        return {name: tensor.cpu().numpy().copy() for name, tensor in self.buffers.items()}
-
-    def expected(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """The referee's word on the last replay."""
-        verify_lens, tokens = self.round.verify_lens or (), self.buffers.layout.tokens
-        lists = (self.seq_lens, self.requests, verify_lens)
-        return expected_ragged(self.geometry, *lists, self.slots, self.bucket, tokens)
 
 
 def round_of(geometry: Geometry, bucket: int, rng: np.random.Generator, lens: Sequence[int], **rest: object) -> Round:

@@ -75,7 +75,7 @@ def test_a_worker_that_is_killed_costs_no_finding_of_a_real_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     distributed = pytest.importorskip("distributed", reason="needs the package distributed")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (HERE, HERE.parents[1]))))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (HERE.parent / "support", HERE.parents[1]))))
     values = {"systems": ("decode",), "subject": "test_campaign_shard:WrongLength", "rounds_a_shard": 64}
     values |= {"device": "cpu", "preset": "tiny", "settings": SMALL, "batches": (4,)}
     limits = Limits(budget_s=None, max_rounds=3 * 64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from test_ragged_verify import Bench
+from ragged_bench import Bench
 
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round

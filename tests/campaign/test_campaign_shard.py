@@ -413,7 +413,7 @@ def test_a_subject_that_ends_its_process_is_found_out(tmp_path: Path, monkeypatc
     has no part in that."""
     monkeypatch.setitem(supervise_module.REPEATS, "crashes", 1)
     settle_plan(tmp_path, dataclasses.asdict(spec_of("test_campaign_shard:EndsItsProcess").plan), {})
-    environment = {"PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parents[1])))}
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, (HERE.parent / "support", HERE.parents[1])))}
     spec = spec_of("test_campaign_shard:EndsItsProcess")
     result = supervise(spec, shard_folder(tmp_path, 0), 60.0, environment)
     assert result.ended == "crashes"
