@@ -11,14 +11,21 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Final
+from typing import Final, Protocol
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.systems.engines import engine_subject, engine_subjects
-from dsa_verify.systems.system import System
 
 ENTRY_POINT_GROUP: Final = "dsa_verify.subjects"
+
+
+class HasSubjects(Protocol):
+    """What is asked of a system here: its shipped subjects, by name, as `module:attribute`."""
+
+    @property
+    def subjects(self) -> Mapping[str, str]: ...
 
 
 def installed_subjects() -> dict[str, EntryPoint]:
@@ -31,7 +38,7 @@ def names_code(reference: str | None) -> bool:
     return reference is not None and ":" in reference and engine_subject(reference) is None
 
 
-def needs_trust(system: System, reference: str | None) -> bool:
+def needs_trust(system: HasSubjects, reference: str | None) -> bool:
     """Whether `reference` names code that is neither shipped nor installed as a subject."""
     if not names_code(reference):
         return False
@@ -40,7 +47,7 @@ def needs_trust(system: System, reference: str | None) -> bool:
     return reference not in known
 
 
-def check_trust(system: System, reference: str | None, remedy: str = "") -> None:
+def check_trust(system: HasSubjects, reference: str | None, remedy: str = "") -> None:
     """UsageError if a case must not name `reference`; `remedy` says how to let it (default: as the command line does).
 
     Imports nothing that `reference` names.

@@ -49,7 +49,7 @@ Cli = Callable[..., tuple[int, str]]
 
 def test_help_needs_nothing_heavy() -> None:
     """What makes it answer at once; how fast that is, a busy machine cannot say."""
-    code = "import sys; sys.argv = ['x', '--help']\nfrom dsa_verify import cli\n"
+    code = "import sys; sys.argv = ['x', '--help']\nfrom dsa_verify.cli import main as cli\n"
     code += "try: cli.main()\nexcept SystemExit: pass\n"
     code += "assert not {'torch', 'triton', 'numpy', 'rich'} & set(sys.modules), 'imported something heavy'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -506,7 +506,7 @@ def test_kernels_that_compile_while_rounds_run_are_a_finding_unless_they_may(
     dsa_verify: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "compiles_late.py").write_text(
-        "from dsa_verify import compilations\nfrom dsa_verify.subjects.pipelines.basic import Decode\n"
+        "from dsa_verify.replay import compilations\nfrom dsa_verify.subjects.pipelines.basic import Decode\n"
         "class Late(Decode):\n    def before_replay(self):\n        compilations._note(None, {})\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
