@@ -1,1 +1,142 @@
-"""dsa-verify: replays DSA attention-metadata pipelines in live CUDA graphs beside an eager oracle."""
+"""dsa-verify replays DSA attention-metadata pipelines in live CUDA graphs beside an eager oracle.
+
+Everything that users import is here: `from dsa_verify import Geometry, map_outputs`. A name is imported from its room
+when it is first used, so that importing the package imports neither torch nor Triton.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from dsa_verify.base.device import settle_device
+    from dsa_verify.base.errors import (
+        CaptureError,
+        DeviceLost,
+        DsaVerifyError,
+        HarnessError,
+        NothingVerified,
+        OutOfMemory,
+        ReplayError,
+        UsageError,
+    )
+    from dsa_verify.buffers.arena import Arena
+    from dsa_verify.buffers.tail_reset import BufferRegistry
+    from dsa_verify.contract.engine_form import OwnForm, PadRows
+    from dsa_verify.contract.finding import Diagnosis, Finding
+    from dsa_verify.contract.geometry import Geometry
+    from dsa_verify.contract.layout import Field, Layout
+    from dsa_verify.contract.map_outputs import map_outputs
+    from dsa_verify.contract.round import Round, Scenario, read_case
+    from dsa_verify.contract.static_inputs import static_inputs
+    from dsa_verify.contract.subject import Buffers, Inputs, Subject, SubjectFactory, current_outputs
+    from dsa_verify.graphs import Backend, open_backend
+    from dsa_verify.overlay.overlay import NullOverlay, Overlay
+    from dsa_verify.overlay.ring import CaptureRing
+    from dsa_verify.pytest_plugin.fixture import Verification
+    from dsa_verify.rounds.matrix import diagnostic_matrix
+    from dsa_verify.run.runner import Run, Runner, open_run
+    from dsa_verify.systems.catalogue import get_system
+    from fuzz.cases import paths as case_paths
+
+# What a user writes: a pipeline, its test, an overlay, or a program that runs them. By name: where it is.
+_HOME: Final = {
+    "Arena": "dsa_verify.buffers.arena",
+    "Backend": "dsa_verify.graphs",
+    "BufferRegistry": "dsa_verify.buffers.tail_reset",
+    "Buffers": "dsa_verify.contract.subject",
+    "CaptureError": "dsa_verify.base.errors",
+    "CaptureRing": "dsa_verify.overlay.ring",
+    "DeviceLost": "dsa_verify.base.errors",
+    "Diagnosis": "dsa_verify.contract.finding",
+    "DsaVerifyError": "dsa_verify.base.errors",
+    "Field": "dsa_verify.contract.layout",
+    "Finding": "dsa_verify.contract.finding",
+    "Geometry": "dsa_verify.contract.geometry",
+    "HarnessError": "dsa_verify.base.errors",
+    "Inputs": "dsa_verify.contract.subject",
+    "Layout": "dsa_verify.contract.layout",
+    "NothingVerified": "dsa_verify.base.errors",
+    "NullOverlay": "dsa_verify.overlay.overlay",
+    "OutOfMemory": "dsa_verify.base.errors",
+    "Overlay": "dsa_verify.overlay.overlay",
+    "OwnForm": "dsa_verify.contract.engine_form",
+    "PadRows": "dsa_verify.contract.engine_form",
+    "ReplayError": "dsa_verify.base.errors",
+    "Round": "dsa_verify.contract.round",
+    "Run": "dsa_verify.run.runner",
+    "Runner": "dsa_verify.run.runner",
+    "Scenario": "dsa_verify.contract.round",
+    "Subject": "dsa_verify.contract.subject",
+    "SubjectFactory": "dsa_verify.contract.subject",
+    "UsageError": "dsa_verify.base.errors",
+    "Verification": "dsa_verify.pytest_plugin.fixture",
+    "case_paths": "fuzz.cases:paths",
+    "current_outputs": "dsa_verify.contract.subject",
+    "diagnostic_matrix": "dsa_verify.rounds.matrix",
+    "get_system": "dsa_verify.systems.catalogue",
+    "map_outputs": "dsa_verify.contract.map_outputs",
+    "open_backend": "dsa_verify.graphs",
+    "open_run": "dsa_verify.run.runner",
+    "read_case": "dsa_verify.contract.round",
+    "settle_device": "dsa_verify.base.device",
+    "static_inputs": "dsa_verify.contract.static_inputs",
+}
+
+# Spelled out once more, because a type checker reads a list and no table.
+__all__ = [
+    "Arena",
+    "Backend",
+    "BufferRegistry",
+    "Buffers",
+    "CaptureError",
+    "CaptureRing",
+    "DeviceLost",
+    "Diagnosis",
+    "DsaVerifyError",
+    "Field",
+    "Finding",
+    "Geometry",
+    "HarnessError",
+    "Inputs",
+    "Layout",
+    "NothingVerified",
+    "NullOverlay",
+    "OutOfMemory",
+    "Overlay",
+    "OwnForm",
+    "PadRows",
+    "ReplayError",
+    "Round",
+    "Run",
+    "Runner",
+    "Scenario",
+    "Subject",
+    "SubjectFactory",
+    "UsageError",
+    "Verification",
+    "case_paths",
+    "current_outputs",
+    "diagnostic_matrix",
+    "get_system",
+    "map_outputs",
+    "open_backend",
+    "open_run",
+    "read_case",
+    "settle_device",
+    "static_inputs",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = _HOME[name].partition(":")
+    value = getattr(importlib.import_module(module), attribute or name)
+    globals()[name] = value  # found without this function from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

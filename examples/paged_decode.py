@@ -2,7 +2,7 @@
 
 import torch
 
-from dsa_verify.contract.map_outputs import map_outputs
+from dsa_verify import map_outputs
 
 
 class PagedDecode:

@@ -9,15 +9,18 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from dsa_verify.buffers.arena import Arena
-from dsa_verify.buffers.region import LOUD_WORD
-from dsa_verify.buffers.tail_reset import BufferRegistry
-from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.round_table import rows_per_request
-from dsa_verify.contract.static_inputs import static_inputs
-from dsa_verify.contract.subject import Buffers, Inputs, Subject, current_outputs
-from dsa_verify.graphs import Backend
-from dsa_verify.systems.catalogue import get_system
+from dsa_verify import (
+    Arena,
+    Backend,
+    BufferRegistry,
+    Buffers,
+    Geometry,
+    Inputs,
+    Subject,
+    current_outputs,
+    get_system,
+    static_inputs,
+)
 
 FIELDS = ("page_table", "raw_out_loc", "seq_lens_casual", "positions_casual", "swa_page_indices", "swa_topk_lengths")
 MOST_PAGES = 4096  # of the pool
@@ -60,7 +63,8 @@ class ServingLoop:
         self.inputs = Inputs(req_to_token=self.request_map.clone().to(self.device), **named)
         self.registry = BufferRegistry(specs, self.inputs.tensors())
         layout = get_system(system).layout(geometry, bucket)
-        buffers = Arena([layout], self.device, LOUD_WORD).at(bucket)
+        self.rows_per_request = layout.tokens // bucket
+        buffers = Arena([layout], self.device, fill=0).at(bucket)
         self.subject = factory()
         self.subject.allocate(geometry, self.inputs, buffers)
         self.outputs = dict(current_outputs(self.subject, buffers))
@@ -120,7 +124,7 @@ class ServingLoop:
                 there[row, first * page : first * page + len(slots)].copy_(slots)
 
     def _fill(self, raw: int) -> None:
-        n = rows_per_request(self.system, self.geometry)
+        n = self.rows_per_request
         rows = torch.tensor([row for row, _ in self.live], dtype=torch.int64)
         lens = torch.tensor([length for _, length in self.live], dtype=torch.int64)
         first = lens if self.verifies else lens - 1
@@ -145,7 +149,7 @@ class CorePreparation:
         assert inputs.full_to_swa is not None
         self.geometry, self.inputs, self.out = geometry, inputs, buffers
         self.locations, self.to_window = inputs.out_cache_loc, inputs.full_to_swa
-        n, device = rows_per_request("padded", geometry), inputs.seq_lens.device
+        n, device = buffers.layout.tokens // buffers.layout.bucket, inputs.seq_lens.device
         row = torch.arange(buffers.layout.tokens, device=device)
         self.owner, self.ahead = row // n, row % n + 1 if geometry.padded_mode == "verify" else row * 0
         self.back = torch.arange(geometry.window, device=device)
