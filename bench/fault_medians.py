@@ -1,5 +1,7 @@
-"""How many rounds the fuzzer needs to find each planted fault, and how small its case becomes: the table in
-docs/fuzzing.md. For each fault and system, the median over seeds of the rounds up to the first that is wrong.
+"""This measures how many rounds the fuzzer needs to find each planted fault, and how small its case becomes.
+
+The table is in bench/fault_medians.md. It has for each fault and system the median over seeds of the rounds up to the
+first that is wrong.
 
     python bench/fault_medians.py [--seeds 10] [--system decode ...] [--device auto] [--jobs 2]
 """

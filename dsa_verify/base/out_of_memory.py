@@ -1,4 +1,4 @@
-"""Memory: what its lack looks like. It is no verdict about a subject, whoever asked for the memory."""
+"""This module recognises out-of-memory errors, which are never findings about a subject."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN: Final = 200  # characters of what an allocator says, which lists every p
 
 @contextlib.contextmanager
 def memory_told_apart() -> Iterator[None]:
-    """What is raised inside for want of memory becomes OutOfMemory, a subject's failure, too."""
+    """Raise OutOfMemory for whatever is raised inside because memory ran out, in code of the subject, too."""
     try:
         yield
     except (OutOfMemory, DeviceLost):
@@ -32,13 +32,13 @@ def memory_told_apart() -> Iterator[None]:
         said = " ".join(str(error).split()) or type(error).__name__
         said = said if len(said) <= _SHOWN else said[:_SHOWN] + "..."
         raise OutOfMemory(
-            f"memory did not suffice: {said}; nothing is said of the subject; free some, or ask "
+            f"out of memory, so there is no verdict about the subject: {said}; free some memory, or ask "
             "for smaller batches (--batch) or a shorter context (--set context=...)"
         ) from error
 
 
 def lack_of_memory(error: BaseException) -> BaseException | None:
-    """The lack of memory that `error` is or came of; None if it is something else."""
+    """Return the out-of-memory error that `error` is or came of; None if it is something else."""
     kinds: tuple[type[BaseException], ...] = (MemoryError, OutOfMemory)
     torch = sys.modules.get("torch")  # not imported for this: what is not loaded has raised nothing
     if torch is not None:

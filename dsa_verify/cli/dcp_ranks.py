@@ -33,11 +33,21 @@ SIZES: Final = {"context": 203, "request_rows": 33, "topk": 32, "heads": 4, "hea
 
 
 @click.command()
-@click.option("--backend", type=click.Choice(["nccl", "gloo"]), default="nccl", show_default=True)
-@click.option("--rounds", type=click.IntRange(1, 100_000), default=100, show_default=True)
-@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)
+@click.option(
+    "--backend",
+    type=click.Choice(["nccl", "gloo"]),
+    default="nccl",
+    show_default=True,
+    help="Use these collectives. gloo runs the same logic on CPUs, without graphs.",
+)
+@click.option(
+    "--rounds", type=click.IntRange(1, 100_000), default=100, show_default=True, help="Replay this many rounds."
+)
+@click.option(
+    "--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True, help="Draw the rounds from this seed."
+)
 def main(backend: str, rounds: int, seed: int) -> None:
-    """Verify decode context parallelism on real ranks; see the module's docstring."""
+    """Verify decode context parallelism on real ranks, one process a rank, which torchrun starts."""
     try:
         sys.exit(verify(backend, rounds, seed))
     except DsaVerifyError as error:
@@ -46,7 +56,10 @@ def main(backend: str, rounds: int, seed: int) -> None:
 
 
 def verify(backend: str, rounds: int, seed: int) -> int:
-    """The exit status of this rank's process. NothingVerified where GPUs are missing, UsageError outside torchrun."""
+    """Return the exit status of this rank's process.
+
+    Raises NothingVerified where GPUs are missing, and UsageError outside torchrun.
+    """
     device = _device(backend)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise UsageError(f"RANK and WORLD_SIZE are not set; start one process a rank: {COMMAND}")
@@ -74,7 +87,7 @@ def verify(backend: str, rounds: int, seed: int) -> int:
 
 
 def draw(geometry: Geometry, count: int, seed: int) -> list[Round]:
-    """`count` rounds, the same on every rank: any lengths, requests that are all different, some of them remapped."""
+    """Return `count` rounds, the same on every rank: any lengths, all requests different, some of them remapped."""
     rng = np.random.default_rng(seed)
     rounds = []
     for i in range(count):
@@ -94,7 +107,7 @@ def draw(geometry: Geometry, count: int, seed: int) -> list[Round]:
 
 
 def _device(backend: str) -> torch.device:
-    """This rank's device. NothingVerified, saying what is missing, where ranks cannot have a GPU each."""
+    """Return this rank's device. Raises NothingVerified, with what is missing, where ranks cannot have a GPU each."""
     if backend == "gloo":
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", "0"))

@@ -1,4 +1,4 @@
-"""`dsa-verify doctor`: what this machine can verify, found out by trying it."""
+"""`dsa-verify doctor` says what this machine can verify, found out by trying it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONAL: Final = {
 
 
 def run(device: torch.device) -> int:
-    """Print the report; status 0 if everything that is needed works, 3 otherwise."""
+    """Print the report and return status 0 if everything that is needed works, 3 otherwise."""
     backend = open_backend(device)
     for key, value in environment(device).items():
         click.echo(f"{key:<16} {value}")

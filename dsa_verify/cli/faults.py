@@ -1,4 +1,4 @@
-"""`dsa-verify faults`: the planted faults, what each spoils and what the verifier must call it."""
+"""`dsa-verify faults` lists the faults that can be planted and what each spoils."""
 
 from __future__ import annotations
 

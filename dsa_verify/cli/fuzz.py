@@ -99,7 +99,7 @@ def run(options: Options, device: torch.device) -> int:
 
 
 def _configs(system: System, rounds: int, options: Options, backend: Backend) -> list[Config]:
-    """What is captured: another few with another seed, as far as the options leave it open."""
+    """Return the configurations to capture: another few with another seed, as far as the options leave it open."""
     device = backend.device
     settings = parse_settings(options.settings)
     if options.drafts and not system.drafts and options.systems:

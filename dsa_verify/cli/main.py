@@ -28,14 +28,14 @@ STATUSES = """
 \b
 Exit status:
   0  every round was checked and is equal
-  1  a mismatch, or a subject that fails, hangs, forks, or ends the process
-  2  wrong usage, or a bad case file
+  1  an element differs, or the subject fails, hangs, forks or ends the process
+  2  the command was used wrongly, or a case file is not valid
   3  the harness or an oracle is broken, or no verdict arrived
   4  nothing was verified
   5  the device was lost
-  6  flaky: a difference that did not show again
-  8  memory did not suffice: no verdict
-  130  interrupted; results so far are saved
+  6  a difference was flaky: it did not show again
+  8  memory ran out, so there is no verdict
+  130  the run was interrupted; results so far are saved
 """
 
 
@@ -59,8 +59,10 @@ def cli() -> None:
 
 
 class _Checked(click.ParamType):
-    """A path that `check` finds usable before anything runs, and before anything heavy is imported. A default, which
-    is a Path, is not checked: who named no folder wants to know what is found, wherever that can be written."""
+    """A path that `check` tries before anything runs, and before anything heavy is imported.
+
+    A default is a Path and is not checked: a user who named no folder still wants to see the findings.
+    """
 
     def __init__(self, name: str, check: Callable[[str], Path]):
         self.name, self._check = name, check
@@ -80,7 +82,7 @@ _CASE = _Checked("case", check_case)
 
 
 def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Several options as one decorator, in the order in which `--help` shows them."""
+    """Return one decorator for several options, which `--help` shows in this order."""
 
     def decorate(command: Command) -> Command:
         for option in reversed(options):
@@ -91,7 +93,7 @@ def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
 
 
 def _once(context: click.Context, param: click.Parameter, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Refuse what is given twice: it would be counted twice, or the last would win."""
+    """Refuse a value that is given twice: it would be counted twice, or the last one would win."""
     keys = [str(value).partition("=")[0] for value in values]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
@@ -99,30 +101,38 @@ def _once(context: click.Context, param: click.Parameter, values: tuple[Any, ...
     return values
 
 
-# What `replay` and `fuzz` have in common.
+# `replay` and `fuzz` share these.
 _subject_options = _options(
-    click.option("--preset", help="Model geometry. Default: the system's own, such as deepseek_v32 on a GPU."),
-    click.option("--subject", help="Pipeline under test: a name of `dsa-verify subjects`, or module:attribute."),
-    click.option("--fault", help="Plant a fault in the subject: NAME or NAME:FIELD (see `dsa-verify faults`)."),
-    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:INDEX."),
+    click.option("--preset", help="Use this geometry. The default is the system's own, such as deepseek_v32 on a GPU."),
+    click.option("--subject", help="Verify this pipeline: a name of `dsa-verify subjects`, or module:attribute."),
+    click.option("--fault", help="Plant a fault in the subject: NAME or NAME:FIELD of `dsa-verify faults`."),
+    click.option(
+        "--device", default="auto", show_default=True, help="Run on this device: auto, cpu, cuda or cuda:INDEX."
+    ),
     click.option(
         "--waivers",
         type=click.Path(path_type=Path, dir_okay=False),
         metavar="FILE",
-        help="Ledger of known differences, instead of the shipped one.",
+        help="Use this ledger of waivers instead of the shipped one.",
     ),
-    click.option("--no-waivers", is_flag=True, help="Judge known differences, too."),
-    click.option("--allow-compilations", is_flag=True, help="Kernels may be compiled while rounds run."),
+    click.option("--no-waivers", is_flag=True, help="Use no waivers, so that known differences are findings."),
+    click.option("--allow-compilations", is_flag=True, help="Allow kernels to be compiled while rounds run."),
 )
 _shape_options = _options(
-    click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), default=0, show_default=True),  # as a case file
+    click.option(
+        "--seed",
+        type=click.IntRange(0, (1 << 63) - 1),  # as a case file
+        default=0,
+        show_default=True,
+        help="Draw the rounds from this seed.",
+    ),
     click.option(
         "--batch",
         "batches",
         type=click.IntRange(1, 16384),
         multiple=True,
         callback=_once,
-        help="Batch bucket; repeatable.",
+        help="Capture a bucket of this many requests (repeatable).",
     ),
     click.option(
         "--draft-tokens",
@@ -130,7 +140,7 @@ _shape_options = _options(
         type=click.IntRange(1, 16),
         multiple=True,
         callback=_once,
-        help="Draft length N; repeatable.",
+        help="Give each request this many draft tokens, N (repeatable).",
     ),
     click.option(
         "--set",
@@ -138,18 +148,18 @@ _shape_options = _options(
         multiple=True,
         callback=_once,
         metavar="KEY=VALUE",
-        help="Override a field of the geometry.",
+        help="Set a field of the geometry (repeatable).",
     ),
 )
 _output_options = _options(
-    click.option("--json", "json_path", type=_FILE, help="Write the results there."),
+    click.option("--json", "json_path", type=_FILE, help="Write the results to this file as JSON."),
     click.option(
         "--findings",
         "folder",
         type=_FOLDER,
         default=Path("dsa-findings"),
         show_default=True,
-        help="Folder for the case of each finding.",
+        help="Save the case of each finding in this folder.",
     ),
 )
 
@@ -161,8 +171,8 @@ _timeout_option = click.option(
     default=TIMEOUT_S,
     show_default=True,
     metavar="SECONDS",
-    help="A subject, or a device, that makes no progress for so long hangs, and is killed; 0: wait for ever, as for a "
-    "debugger.",
+    help="Kill a subject or a device that makes no progress for this long, and report that it hangs. 0 waits for ever, "
+    "as a debugger needs.",
 )
 
 
@@ -172,31 +182,38 @@ _timeout_option = click.option(
     "--system",
     "systems",
     multiple=True,
-    help="System to run; repeatable. Default: decode, target_verify, draft_extend. Others: mtp, padded, ragged_verify, "
-    "dcp.",
+    help="Run this system (repeatable). The default is decode, target_verify and draft_extend; the others are mtp, "
+    "padded, ragged_verify and dcp.",
 )
 @_subject_options
 @click.option(
-    "--rounds", type=click.IntRange(min=0), help="Rounds of each configuration. Default: as scripted, 17 (padded: 68)."
+    "--rounds",
+    type=click.IntRange(min=0),
+    help="Replay this many rounds of each configuration. The default is the script: 17, in padded 68.",
 )
 @_shape_options
 @click.option(
     "--edges",
     is_flag=True,
-    help="Beside the matrix: tables with a gap behind each row, 16,384 requests, a million tokens, request rows 2**31 "
-    "elements apart, tables of more than 2**31 elements, 32 empty requests; of dcp pools of more than 2**31 words.",
+    help="Run extreme configurations, too: page tables with a gap behind each row, 16,384 requests, a million tokens, "
+    "request rows 2**31 elements apart, tables of more than 2**31 elements, 32 empty requests, and for dcp pools of "
+    "more than 2**31 words.",
 )
 @click.option("--keep-going", is_flag=True, help="Go on to the next configuration after a finding.")
 @click.option(
     "--trust",
     is_flag=True,
-    help="Run the code that a CASE names, though it is neither shipped nor installed; --subject names it instead.",
+    help="Run the code that a CASE names even if it is neither shipped nor installed. --subject runs other code "
+    "instead.",
 )
-@click.option("--junit", "junit_path", type=_FILE, help="Write JUnit XML there.")
+@click.option("--junit", "junit_path", type=_FILE, help="Write the results to this file as JUnit XML.")
 @_output_options
 @_timeout_option
 def replay(timeout_s: float, **options: Any) -> None:
-    """Replay CASE files, or without any the diagnostic matrix: 16 configurations x 17 rounds a system (padded: 68)."""
+    """Replay CASE files or, without any, the diagnostic matrix.
+
+    The matrix has 16 configurations of 17 rounds for each system (padded: 68 rounds).
+    """
 
     def work() -> int:
         device = _settle(options.pop("device"))
@@ -208,13 +225,19 @@ def replay(timeout_s: float, **options: Any) -> None:
 
 
 @cli.command(epilog=STATUSES)
-@click.option("--system", "systems", multiple=True, help="System to fuzz; repeatable. Default as in replay.")
+@click.option("--system", "systems", multiple=True, help="Fuzz this system (repeatable). The default is as in replay.")
 @_subject_options
 @click.option(
-    "--rounds", type=click.IntRange(min=1), help="Rounds of each system. Default: 20000 on a GPU, 1000 on a CPU."
+    "--rounds",
+    type=click.IntRange(min=1),
+    help="Replay this many rounds of each system. The default is 20000 on a GPU and 1000 on a CPU.",
 )
 @_shape_options
-@click.option("--resident", is_flag=True, help="Unsteered rounds, drawn in bulk on the device: many more a second.")
+@click.option(
+    "--resident",
+    is_flag=True,
+    help="Draw rounds in bulk on the device, without coverage to steer them. This replays many more a second.",
+)
 @click.option("--keep-going", is_flag=True, help="Go on after a finding.")
 @click.option(
     "--shrink-seconds",
@@ -222,12 +245,15 @@ def replay(timeout_s: float, **options: Any) -> None:
     type=click.FloatRange(min=0),
     default=60.0,
     show_default=True,
-    help="Time to make the case of a finding small; 0: leave it as it is.",
+    help="Spend at most this long on shrinking the case of a finding. 0 leaves the case as it is.",
 )
 @_output_options
 @_timeout_option
 def fuzz(timeout_s: float, **options: Any) -> None:
-    """Replay rounds of a serving engine in miniature, steered to what was never visited, until something is wrong."""
+    """Search for findings with rounds of a simulated serving engine.
+
+    Coverage steers the rounds to what was not visited yet. The first finding ends the search, and its case is shrunk.
+    """
 
     def work() -> int:
         device = _settle(options.pop("device"))
@@ -250,16 +276,16 @@ def campaign(arguments: tuple[str, ...]) -> None:
 @cli.command()
 @click.argument("name")
 def new(name: str) -> None:
-    """Write NAME.py, a decode pipeline that works, and test_NAME.py, which verifies it."""
+    """Write a decode pipeline that works, NAME.py, and its test."""
     from dsa_verify.cli.new import run
 
     run(name, Path())
 
 
 @cli.command()
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:INDEX.")
+@click.option("--device", default="auto", show_default=True, help="Try this device: auto, cpu, cuda or cuda:INDEX.")
 def doctor(device: str) -> None:
-    """Say what this machine can verify: versions, device, kernels, graph capture, optional packages."""
+    """Try this machine and say what it can verify."""
     settled = _settle(device)
     from dsa_verify.cli.doctor import run
 
@@ -267,9 +293,9 @@ def doctor(device: str) -> None:
 
 
 @cli.command()
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:INDEX.")
+@click.option("--device", default="auto", show_default=True, help="Ask for this device: auto, cpu, cuda or cuda:INDEX.")
 def subjects(device: str) -> None:
-    """List the pipelines that `--subject` knows by name, those of serving engines included, and which can run here."""
+    """List the pipelines that `--subject` knows, and which can run here."""
     settled = _settle(device)
     from dsa_verify.cli.subjects import run
 
@@ -277,7 +303,7 @@ def subjects(device: str) -> None:
 
 
 @cli.command()
-@click.option("--system", help="Only the faults that apply to this system.")
+@click.option("--system", help="List only the faults that apply to this system.")
 def faults(system: str | None) -> None:
     """List the faults that can be planted with `replay --fault`."""
     from dsa_verify.cli.faults import run
@@ -286,7 +312,7 @@ def faults(system: str | None) -> None:
 
 
 def _delivered(work: Callable[[], int], timeout_s: float, options: dict[str, Any]) -> int:
-    """The status that `work` hands back from a child; what is known and said if it does not."""
+    """Return the status that `work` hands back from a child, or report how the child ended without one."""
     if not can_supervise():  # this process is not the command's own: its torch may hold a device and threads already
         return work()
     end = supervise(timeout_s, lambda record: LINGER_S, stack_on_signals=True)
@@ -319,14 +345,29 @@ def _end(status: int) -> None:
 
 
 def _settle(device: str) -> Any:
-    """Before anything that has kernels is imported: Triton then decides whether to compile or to interpret."""
+    """Choose the device before any kernel is imported, because Triton then decides to compile or to interpret."""
     from dsa_verify.base.device import settle_device
 
     return settle_device(device)
 
 
 def main() -> None:
-    """Entry point of the `dsa-verify` command."""
+    """Run the `dsa-verify` command. Every round that it replays makes seven stops (docs/architecture.md):
+
+    1. draw: rounds are scripted, drawn, or read from a case. `dsa_verify/rounds/matrix.py`,
+       `fuzz/engine/world.py`, `dsa_verify/contract/round.py`
+    2. tabulate: a chunk of rounds becomes one table. `dsa_verify/contract/round_table.py`
+    3. fill: inputs are written and outputs poisoned. `dsa_verify/buffers/input_buffers.py`,
+       `dsa_verify/buffers/poison.py`
+    4. replay: oracle and subject replay their graphs. `dsa_verify/replay/replayer.py`,
+       `dsa_verify/graphs/cuda.py`, `dsa_verify/graphs/emulated.py`
+    5. judge: one launch compares everything on the device. `dsa_verify/judge/judge.py`,
+       `dsa_verify/judge/law_regions.py`
+    6. explain: a difference is replayed from nothing and put into words. `dsa_verify/diagnosis/confirm.py`,
+       `dsa_verify/diagnosis/diagnose.py`
+    7. verdict: findings, counts and the exit status are reported. `dsa_verify/run/verify.py`,
+       `dsa_verify/run/runner.py`, `dsa_verify/report/terminal.py`
+    """
     # A subject may lie in the folder that the command is run from. Last, so that no json.py there hides another module.
     sys.path.append("")
     with lasting_streams():
@@ -339,7 +380,7 @@ def _main() -> int:
 
 
 def _status_of(work: Callable[[], int]) -> int:
-    """Do `work`; the exit status, what ended it being said."""
+    """Do `work`, print the error that ends it, if any, and return the exit status."""
     try:
         return work()
     except click.exceptions.Exit as stop:

@@ -1,4 +1,4 @@
-"""`dsa-verify new NAME`: a pipeline that works and its test, to be replaced piece by piece by one of your own."""
+"""`dsa-verify new NAME` writes a pipeline that works and its test, which you replace piece by piece by your own."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from dsa_verify.base.errors import UsageError
 
 
 def run(name: str, folder: Path) -> None:
-    """Writes NAME.py and test_NAME.py into `folder`. UsageError for a name that is none or
-    is taken, files that are there, or a folder that cannot be written; then it leaves neither."""
+    """Write NAME.py and test_NAME.py into `folder`.
+
+    Raises UsageError for a name that is not valid or is taken, files that exist, or a folder that cannot be written;
+    then it leaves neither file.
+    """
     if not name.isidentifier() or keyword.iskeyword(name):
         raise UsageError(f"{name!r} cannot be the name of a module; use letters, digits and underscores")
     targets = {folder / f"{name}.py": "pipeline.py.txt", folder / f"test_{name}.py": "test_pipeline.py.txt"}

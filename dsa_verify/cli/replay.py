@@ -1,4 +1,4 @@
-"""`dsa-verify replay`: cases or the diagnostic matrix, to lines on the terminal, JSON, JUnit and an exit status."""
+"""`dsa-verify replay` runs cases or the diagnostic matrix and reports on the terminal, as JSON and as JUnit XML."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dsa_verify.systems.catalogue import DEFAULT_SUBJECT, get_system, settled_ge
 from dsa_verify.systems.trust import check_trust
 from dsa_verify.waivers.waivers import choose_ledger
 
-# Options that shape the matrix, by attribute of Options, and what they are where they are not given.
+# Options that shape the matrix, by attribute of Options, with the value of each that is not given.
 MATRIX_FLAGS: Final[dict[str, tuple[str, object]]] = {
     "systems": ("--system", ()),
     "preset": ("--preset", None),
@@ -66,7 +66,7 @@ class Options:
 
 
 def run(options: Options, device: torch.device) -> int:
-    """Do it all; returns the exit status. UsageError before anything has run."""
+    """Run the command and return the exit status. Raises UsageError before anything has run."""
     backend = open_backend(device)
     outputs = [path for path in (options.json_path, options.junit_path) if path is not None]
     if len({path.resolve() for path in outputs}) < len(outputs):

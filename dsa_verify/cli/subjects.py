@@ -1,4 +1,4 @@
-"""`dsa-verify subjects`: what `--subject` takes beside `module:attribute`, and whether it can run on this machine."""
+"""`dsa-verify subjects` lists what `--subject` takes beside `module:attribute`, and says whether it can run here."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def engine_lines(engine: str, subjects: Sequence[EngineSubject], device: torch.d
 
 
 def why_not_here(subject: EngineSubject, device: torch.device) -> str | None:
-    """What `subject` lacks on `device`, found out by importing it; None if nothing."""
+    """Say what `subject` lacks on `device`, found out by importing it; None if nothing."""
     try:
         check_device(subject.name, device)
         provenance(load_attribute(subject.reference))

@@ -73,7 +73,7 @@ def collect_folder(config: pytest.Config, verification: VerificationOf) -> None:
 
 
 def _absolute(path: Path) -> Path:
-    """Without following links, as pytest names what it collects."""
+    """Return `path` absolute without following links, as pytest names what it collects."""
     return Path(os.path.abspath(path))
 
 

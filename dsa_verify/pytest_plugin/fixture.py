@@ -1,4 +1,4 @@
-"""Verification: what the `dsa` fixture hands to a test. It runs the matrix or a case and fails the test in words.
+"""Verification is what the `dsa` fixture hands to a test. It runs the matrix or a case and fails the test in words.
 
 Importing this module imports the kernels, so the plugin settles the device first (device.py).
 """
@@ -36,7 +36,7 @@ TRUST_REMEDY: Final = "list it under dsa_trust in the ini file, give --dsa-trust
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """What a verification needs of the pytest session it runs in."""
+    """A verification needs this of the pytest session it runs in."""
 
     directory: Path  # where pytest was started, and so where the commands in its report are typed
     on_run: Callable[[Run], None]  # called once for each run, also for one that was interrupted
@@ -193,7 +193,7 @@ def with_hard_forms(configs: Sequence[Config], fixed: frozenset[str]) -> list[Co
 
 
 def _check_numbers(name: str, value: object) -> None:
-    """UsageError unless `value` is a sequence of different integers, each 1 or more."""
+    """Raise UsageError unless `value` is a sequence of different integers, each 1 or more."""
     if not isinstance(value, Sequence) or not value or not all(type(each) is int and each > 0 for each in value):
         raise UsageError(f"{name}: {value!r} must name at least one number, each an integer of 1 or more")
     if len(set(value)) < len(value):
@@ -201,8 +201,8 @@ def _check_numbers(name: str, value: object) -> None:
 
 
 def failure_text(run: Run) -> str:
-    """What a failing test prints: a head line, then each waiver that is gone, and each finding with its case and the
-    command that shows it."""
+    """Return what a failing test prints: a head line, each waiver that is gone, and each finding with its case and
+    the command that shows it."""
     head = f"{run.system}, subject {run.subject}, on {run.device}"
     rounds = run.counts.rounds_checked
     if not run.findings and not run.gone:

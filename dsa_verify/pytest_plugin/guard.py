@@ -47,7 +47,7 @@ def guard(config: pytest.Config) -> None:
 
 
 def begin_to_verify() -> None:
-    """From here on this session owes a verdict."""
+    """Note that this session owes a verdict from here on."""
     progress.current().slots[progress.JUDGED] = 1
 
 
@@ -61,7 +61,7 @@ def hand_over(config: pytest.Config) -> None:
 
 
 def _is_program() -> bool:
-    """Whether this is the first session of a process that is pytest itself."""
+    """Return whether this is the first session of a process that is pytest itself."""
     main = sys.modules["__main__"]
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     named = spec.name == "pytest.__main__" if spec is not None else Path(file or "").stem in ("pytest", "py.test")

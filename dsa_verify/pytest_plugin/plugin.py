@@ -51,7 +51,7 @@ class Seen:
     waived: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def add_findings(self, found: Iterable[list[str]]) -> None:
-        """Each once, however many tests and workers have come upon it."""
+        """Add each finding once, however many tests and workers have come upon it."""
         for each in found:
             if each not in self.findings:
                 self.findings.append(each)
@@ -76,58 +76,73 @@ NAMED_SKIP: Final = pytest.StashKey[bool]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("dsa-verify", "verification of attention metadata (the dsa fixture)")
     group.addoption(
-        "--dsa-device", type=_device, default="auto", metavar="DEVICE", help="auto (default), cpu, cuda or cuda:INDEX"
+        "--dsa-device",
+        type=_device,
+        default="auto",
+        metavar="DEVICE",
+        help="Run on this device: auto (the default), cpu, cuda or cuda:INDEX.",
     )
     group.addoption(
         "--dsa-preset",
         type=_preset,
         metavar="NAME",
-        help="geometry; default: the system's own, mostly tiny on a CPU, deepseek_v32 on CUDA",
+        help="Use this geometry. The default is the system's own: mostly tiny on a CPU and deepseek_v32 on CUDA.",
     )
     group.addoption(
         "--dsa-rounds",
         type=_rounds,
         metavar="N",
-        help="rounds of each configuration; default: the scripted ones, 17 (padded: 68)",
+        help="Replay this many rounds of each configuration. The default is the script: 17, in padded 68.",
     )
-    group.addoption("--dsa-seed", type=_seed, default=0, metavar="SEED", help="seed of the rounds; default: 0")
+    group.addoption(
+        "--dsa-seed",
+        type=_seed,
+        default=0,
+        metavar="SEED",
+        help="Draw the rounds from this seed. The default is 0.",
+    )
     group.addoption(
         "--dsa-findings",
         type=_findings,
         default=Path("dsa-findings"),  # no text, which would be checked in sessions that do not use it, too
         metavar="DIR",
-        help="where cases go; default: dsa-findings",
+        help="Save the case of each finding in this folder. The default is dsa-findings.",
     )
     group.addoption(
         pytest_cases.OPTION,
         type=pytest_cases.parse_folder,
         metavar="DIR",
-        help="each *.json in DIR is a test: the case is replayed with the subject that it names",
+        help="Make each *.json in DIR a test that replays the case with the subject that it names.",
     )
     group.addoption(
-        "--dsa-waivers", type=Path, metavar="FILE", help="ledger of known differences, instead of the shipped one"
+        "--dsa-waivers", type=Path, metavar="FILE", help="Use this ledger of waivers instead of the shipped one."
     )
-    group.addoption("--dsa-no-waivers", action="store_true", help="judge known differences, too")
+    group.addoption(
+        "--dsa-no-waivers", action="store_true", help="Use no waivers, so that known differences are findings."
+    )
     group.addoption(
         "--dsa-timeout",
         type=_seconds,
         default=TIMEOUT_S,
         metavar="SECONDS",
-        help=f"a subject, or a device, that makes no progress for so long hangs, and the session is ended; "
-        f"default: {TIMEOUT_S:g}, 0: wait for ever; not with -n, --pdb or --dsa-no-guard",
+        help="End the session if a subject or a device makes no progress for this long, and report that it hangs. "
+        f"The default is {TIMEOUT_S:g}; 0 waits for ever. The option has no effect with -n, --pdb or --dsa-no-guard.",
     )
     group.addoption(
         "--dsa-no-guard",
         action="store_true",
-        help="run the tests in the process that was started: one that a subject ends may then look green",
+        help="Run the tests without a guarding process. A subject that ends the session may then make it look green.",
     )
     group.addoption(
         "--dsa-trust",
         action="store_true",
-        help="run the code that cases name, though it is neither shipped nor installed; dsa_trust lists it instead",
+        help="Run the code that cases name even if it is neither shipped nor installed. The ini option dsa_trust names "
+        "single subjects instead.",
     )
-    parser.addini("dsa_trust", "subjects (module:attribute) that cases may name, one a line", type="linelist")
-    group.addoption("--dsa-allow-compilations", action="store_true", help="kernels may be compiled while rounds run")
+    parser.addini("dsa_trust", "Cases may name these subjects (module:attribute), one a line.", type="linelist")
+    group.addoption(
+        "--dsa-allow-compilations", action="store_true", help="Allow kernels to be compiled while rounds run."
+    )
 
 
 def _device(text: str) -> str:
@@ -194,7 +209,7 @@ def dsa(request: pytest.FixtureRequest) -> Verification:
 
 
 def verification(session: pytest.Session) -> Verification:
-    """The one of this process: the first test that needs it settles the device."""
+    """Return the verification of this process. The first test that needs it chooses the device."""
     stash = session.config.stash
     if VERIFICATION not in stash:
         stash[VERIFICATION] = _open_verification(session)
@@ -290,7 +305,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _missing(config: pytest.Config) -> str | None:
-    """What a test marked `gpu` lacks."""
+    """Say what a test marked `gpu` lacks; None if nothing."""
     if config.option.dsa_device == "cpu":
         return "needs a CUDA GPU; --dsa-device is cpu"
     import torch
@@ -321,7 +336,7 @@ def _check_gpu(device: str) -> None:
 
 
 def _uses_dsa(item: pytest.Item) -> bool:
-    """Whether this item is a case, or its `dsa` the one above, directly or below an override, and not a stranger's."""
+    """Return whether this item is a case or uses the `dsa` above, if only below an override, and not a stranger's."""
     if isinstance(item, pytest_cases.CaseItem):
         return True
     definitions = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {}).get("dsa", ())

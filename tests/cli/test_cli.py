@@ -49,8 +49,8 @@ Cli = Callable[..., tuple[int, str]]
 
 def test_help_needs_nothing_heavy() -> None:
     """What makes it answer at once; how fast that is, a busy machine cannot say."""
-    code = "import sys; sys.argv = ['x', '--help']\nfrom dsa_verify.cli import main as cli\n"
-    code += "try: cli.main()\nexcept SystemExit: pass\n"
+    code = "import sys; sys.argv = ['x', '--help']\nfrom dsa_verify.cli.main import main\n"
+    code += "try: main()\nexcept SystemExit: pass\n"
     code += "assert not {'torch', 'triton', 'numpy', 'rich'} & set(sys.modules), 'imported something heavy'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -535,7 +535,7 @@ def test_a_lack_of_memory_is_no_finding(
         status, text = dsa_verify(command, *options)
         words = " ".join(text.split())
         assert status == 8, text
-        assert re.search("memory did not suffice: [a-z-]+ raised RuntimeError: .*can't allocate memory", words), words
+        assert re.search("about the subject: [a-z-]+ raised RuntimeError: .*can't allocate memory", words), words
         assert "FOUND" not in words
         assert "ask for smaller batches (--batch)" in words
 

@@ -228,7 +228,7 @@ def test_after(dsa): dsa.verify("decode", batches=(1,), rounds=1)
 """)
     result = pytester.runpytest_subprocess("--dsa-preset=tiny")
     result.assert_outcomes(failed=1, passed=1)
-    result.stdout.fnmatch_lines(["*memory did not suffice: * raised *nothing is said of the subject*"])
+    result.stdout.fnmatch_lines(["*out of memory, so there is no verdict about the subject: * raised *"])
 
 
 def test_a_lost_device_ends_the_session(session, pytester: pytest.Pytester) -> None:
