@@ -37,7 +37,7 @@ def write_whole(path: Path, text: str, *, durable: bool = True) -> None:
 
 
 def reason_of(error: OSError) -> str:
-    """Why a file could not be written, without the name of the temporary one that it was about."""
+    """Say why a file could not be written, without the name of the temporary file."""
     return error.strerror or str(error)
 
 

@@ -1,4 +1,4 @@
-"""Which device a run uses, and what was installed on it.
+"""This module chooses the device of a run and says what is installed on it.
 
 Triton decides between compiling and interpreting when a kernel is decorated, so the device has to be settled before
 any module with kernels is imported: `settle_device` is called first by every door (command line, pytest plugin).
@@ -22,7 +22,7 @@ INTERPRET: Final = "TRITON_INTERPRET"
 
 
 def settle_device(text: str) -> torch.device:
-    """The device for `auto`, `cpu`, `cuda` or `cuda:i`; sets up Triton for it. UsageError if it is not there."""
+    """Return the device for `auto`, `cpu`, `cuda` or `cuda:i` and set up Triton for it. UsageError if it is missing."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
         raise UsageError(f"device {text!r} is unknown; use auto, cpu, cuda or cuda:INDEX")
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -40,8 +40,10 @@ def settle_device(text: str) -> torch.device:
 
 
 def check_there(text: str) -> int:
-    """The index of the device for `cuda` or `cuda:i`; UsageError if this process does not see it. Initialises nothing
-    there."""
+    """Return the index of the device for `cuda` or `cuda:i` without initialising it.
+
+    Raises UsageError if this process does not see it.
+    """
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = int(text.partition(":")[2] or 0)
     if index >= available:
@@ -50,7 +52,7 @@ def check_there(text: str) -> int:
 
 
 def _check_not_too_late(*, interpreted: bool) -> None:
-    """UsageError if Triton was imported already and decided otherwise."""
+    """Raise UsageError if Triton was imported before and decided otherwise."""
     standard = sys.modules.get("triton.language.standard")
     if standard is None or (type(standard.cumsum).__name__ == "InterpretedFunction") == interpreted:
         return
@@ -62,7 +64,7 @@ def _check_not_too_late(*, interpreted: bool) -> None:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Versions and hardware, as every result records them."""
+    """Return versions and hardware, as every result records them."""
     facts: dict[str, Any] = {
         "dsa_verify": own_version(),
         "python": platform.python_version(),

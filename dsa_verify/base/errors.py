@@ -1,6 +1,6 @@
-"""What can go wrong, one class per exit status of the command line.
+"""The errors that this package raises, each with an exit status of the command line.
 
-A message says what, the value, the limit and the remedy. A wrong *subject* is not an error but a `Finding`
+A message names the field, the value, the limit and the remedy. A wrong *subject* is not an error but a `Finding`
 (status 1); `CaptureError` and `ReplayError` are how a graph backend tells the replayer about one.
 """
 
@@ -24,7 +24,7 @@ class DsaVerifyError(Exception):
 
 
 class UsageError(DsaVerifyError):
-    """A bad argument, preset, subject name or case file: the reader can mend it."""
+    """An argument, preset, subject name or case file is wrong, and the reader can mend it."""
 
     status = STATUS_USAGE
 
@@ -49,7 +49,7 @@ class ReplayError(DsaVerifyError):
 
 
 class HarnessError(DsaVerifyError):
-    """The toolkit itself, or an oracle, is broken: no verdict about the subject may be drawn."""
+    """The toolkit itself or an oracle is broken, so there is no verdict about the subject."""
 
     status = STATUS_HARNESS
 
@@ -61,12 +61,12 @@ class NothingVerified(DsaVerifyError):
 
 
 class OutOfMemory(DsaVerifyError):
-    """Memory did not suffice: no verdict about the subject."""
+    """Memory ran out, which says nothing about the subject: there is no verdict."""
 
     status = STATUS_OUT_OF_MEMORY
 
 
 class DeviceLost(DsaVerifyError):
-    """A sticky device error: nothing this process says after it may be believed."""
+    """The device reported a sticky error, so nothing that this process says later may be believed."""
 
     status = STATUS_DEVICE_LOST

@@ -38,9 +38,10 @@ def visible_gpus(environment: MutableMapping[str, str] = os.environ, root: Path 
 
 
 def pin_gpu(environment: MutableMapping[str, str] = os.environ, root: Path = ROOT) -> str | None:
-    """In an xdist worker that is not pinned yet, narrow CUDA_VISIBLE_DEVICES to one GPU and return it.
+    """Narrow CUDA_VISIBLE_DEVICES to one GPU in an xdist worker that is not pinned yet, and return that GPU.
 
-    Worker i gets GPU i modulo their number. None where nothing was changed; a RuntimeWarning where it is too late.
+    Worker i gets GPU i modulo their number. The function returns None where it changed nothing, and warns
+    (RuntimeWarning) where it is too late.
     """
     worker = re.fullmatch(r"gw(\d+)", environment.get(WORKER, ""))
     if worker is None or PINNED in environment:

@@ -10,7 +10,7 @@ _NAMED: Final = 3  # in one sentence
 
 
 def functions() -> dict[str, object]:
-    """By name, what can be called of torch and of its tensors."""
+    """Return the callables of torch and of its tensors, by name."""
     spaces = (("torch", vars(torch)), ("torch.Tensor", vars(torch.Tensor)))
     return {f"{space}.{name}": each for space, members in spaces for name, each in members.items() if callable(each)}
 

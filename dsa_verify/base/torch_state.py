@@ -20,8 +20,11 @@ _GUARDS: Final[list[Any]] = []
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TorchState:
-    """By name, what is set. `stream` is the current CUDA stream, `cuda_device` the current CUDA device; both are None
-    where CUDA is not in use."""
+    """The settings of torch that belong to the whole process, by name.
+
+    `stream` is the current CUDA stream and `cuda_device` the current CUDA device; both are None where CUDA is not in
+    use.
+    """
 
     default_dtype: torch.dtype
     default_device: torch.device
@@ -50,7 +53,7 @@ class TorchState:
         )
 
     def put_back(self) -> str:
-        """What has changed since this was noted, in words, "" if nothing has; afterwards all is as noted."""
+        """Put all settings back as they were noted, and say in words what had changed ("" if nothing had)."""
         now = self.now()
         changes = [] if now == self else self._changes(now)
         if changes:

@@ -1,4 +1,5 @@
-"""Where results go: refused before the run where nothing can be written, and no traceback where that fails after it."""
+"""Results are written here. A place that cannot be written is refused before the run, and a failure after it is told
+without a traceback."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Guard:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Where a tensor lies: what must not change once a graph has captured it."""
+    """An identity says where a tensor lies, which must not change once a graph has captured it."""
 
     pointer: int
     shape: tuple[int, ...]
@@ -93,7 +93,7 @@ class Arena:
         return Buffers(layout, {field.name: tensors[field.name] for field in layout})
 
     def beyond(self, bucket: int) -> Mapping[str, torch.Tensor]:
-        """By shared field, the rows that belong to wider buckets only; `bucket` must leave them alone."""
+        """Return the rows of each shared field that belong to wider buckets only; `bucket` must leave them alone."""
         layout = self.layouts[bucket]
         shared = {field.name: self._owned[_key(field, bucket)][field.rows :] for field in layout if field.shared}
         return {name: rows for name, rows in shared.items() if rows.numel()}

@@ -37,7 +37,7 @@ _MOVE_WORDS: Final = 4  # row, ordinal of its first page, origin, pages taken fr
 
 @dataclasses.dataclass(frozen=True)
 class _Columns:
-    """Where each piece of a round lies in its packed row: drawn inputs first, then what judge and poison read."""
+    """Each piece of a round lies here in its packed row: drawn inputs first, then what judge and poison read."""
 
     inputs: dict[str, slice]
     live_tokens: slice
@@ -124,7 +124,7 @@ class Feed:
         return self._view(self._subject, bucket), self._view(self._oracle, bucket)
 
     def control(self, bucket: int) -> tuple[Control, torch.Tensor]:
-        """What the judge reads of the last round of `bucket`, and the poison (int32 [1]) of that round."""
+        """Return what the judge reads of the last round of `bucket`, and the poison (int32 [1]) of that round."""
         row, columns = self._row(bucket), self._columns
         control = Control(
             live_tokens=row[columns.live_tokens],
@@ -231,7 +231,7 @@ class Feed:
         return inputs
 
     def _full_to_swa(self) -> torch.Tensor:
-        """Where each slot lies in the smaller pool of the sliding window; the last entry stands for none."""
+        """Return where each slot lies in the smaller pool of the sliding window; the last entry stands for none."""
         geometry, page = self.geometry, self.geometry.allocator_page
         pages = torch.arange(geometry.slots // page, device=self._device)
         # Any map of pages will do that keeps offsets; pages of different requests may share one. The pad slot's page is
@@ -250,6 +250,6 @@ class Feed:
 
 
 def _moves(geometry: Geometry, table: RoundTable) -> tuple[Array, Array, Array, Array]:
-    """What `Feed._move` needs of each remap, [M, R] each. Where there is none the pad request moves to where it is."""
+    """Return what `_move` needs of each remap, [M, R] each. Where there is none the pad request stays where it is."""
     rows = np.maximum(table.remap_rows, PAD_REQUEST)
     return rows, page_ordinals(geometry, rows, table.remap_generations), table.remap_origins, table.remap_pages

@@ -31,7 +31,7 @@ def far_stride(rows: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Lie:
-    """How rows of `width` elements lie: `step` elements from one to the next, with room for `slots` of them."""
+    """Rows of `width` elements lie `step` elements from one to the next, with room for `slots` of them."""
 
     rows: int
     width: int
@@ -43,7 +43,7 @@ class _Lie:
         return max(self.slots, self.width) * self.step
 
     def strides(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of a tensor of `shape`, whose last dimension these rows are, or whose elements if it has no other."""
+        """Return the strides of a tensor of `shape`, whose last dimension, or elements of a list, these rows are."""
         if len(shape) == 1:
             return (self.row_stride,)
         above = [self.row_stride * math.prod(shape[i + 1 : -1]) for i in range(len(shape) - 1)]
@@ -69,9 +69,11 @@ class InputMemory:
         *,
         columns_apart: bool = False,
     ) -> torch.Tensor:
-        """In the form of the input view `form`. What is strided has a gap of `legal` behind each element of a list and
-        behind each last row of anything else; with `columns_apart` also between the elements of a row, as in
-        `storage[::2, ::2]`."""
+        """Return a tensor in the form of the input view `form`.
+
+        A strided one has a gap of `legal` behind each element of a list and behind each last row of anything else; with
+        `columns_apart` also between the elements of a row, as in `storage[::2, ::2]`.
+        """
         lie, lead = self._lie(shape, form, columns_apart), 0
         edge = GUARD_BYTES // dtype.itemsize
         if form == FAR and len(shape) == 2:
@@ -95,7 +97,7 @@ class InputMemory:
         return memory.as_strided(shape, lie.strides(shape), start)
 
     def _lie(self, shape: tuple[int, ...], form: str, columns_apart: bool) -> _Lie:
-        """Of a list the rows are its elements."""
+        """Return how the rows lie; those of a list are its elements."""
         width = 1 if len(shape) == 1 else shape[-1]
         lie = _Lie(math.prod(shape) // width, width)
         if form != "strided":

@@ -32,7 +32,7 @@ class Kind(Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """What the judge needs to know of the round that a bucket has just replayed; the feed writes it.
+    """The judge reads here about the round that a bucket has just replayed; the input buffers' step writes it.
 
     `live_tokens`, `live_candidates` int32 [bucket]; `token_rows` int32 [1]; `row_request` int32 [token rows].
     """
@@ -77,7 +77,7 @@ class Region:
 
 
 def rows_are_whole(tensor: torch.Tensor) -> bool:
-    """Whether the elements of each row of `tensor` are adjacent, which is all that `as_words` asks for."""
+    """Return whether the elements of each row of `tensor` are adjacent, which is all that `as_words` asks for."""
     return tensor.dim() < 2 or tensor.numel() == 0 or tensor[0].is_contiguous()
 
 

@@ -1,4 +1,4 @@
-"""BufferRegistry: fills the static input buffers of a padded replay the way an engine does (contract 0.2, 7.5).
+"""BufferRegistry fills the static input buffers of a padded replay the way an engine does (contract 0.2, 7.5).
 
 Tails are reset to their pad values, live prefixes are copied, then hooks run. Before that the verifier poisons the
 tails with plausible values, so that a tail which is not reset reads as some other request's. All of it happens on the
@@ -52,7 +52,7 @@ class BufferRegistry:
         self._rows = torch.arange(widest, device=next(iter(self._slots.values())).buffer.device)
 
     def poison_tails(self, raw: torch.Tensor, padded: int) -> None:
-        """Plausible values into rows `raw` (int [1], on the device) to `padded` of every buffer."""
+        """Write plausible values into rows `raw` (int [1], on the device) to `padded` of every buffer."""
         self._poison(self._tails(raw, padded), padded)
 
     def fill_from(
@@ -64,7 +64,7 @@ class BufferRegistry:
         skip: Collection[str] = (),
         poison: bool = False,
     ) -> None:
-        """Rows below `raw` (int [1], on the device) from `sources`, rows up to `padded` reset to the pad value.
+        """Copy rows below `raw` (int [1], on the device) from `sources` and reset rows up to `padded` to the pad value.
 
         A source has rows for at least `padded` requests, in the dtype of its buffer or one that converts to it; of a
         source that is None only the tail is reset. Buffers in `skip` are left alone entirely, and so is every row
@@ -84,7 +84,7 @@ class BufferRegistry:
             hook(raw, padded)
 
     def copy_slots(self, sources: Mapping[str, torch.Tensor], rows: int) -> None:
-        """The first `rows` requests of `sources` and nothing else: no tail, no hook."""
+        """Copy the first `rows` requests of `sources` and nothing else: no tail, no hook."""
         for name, source in sources.items():
             slot = self._slots[name]
             slot.view(slot.buffer, rows).copy_(slot.view(source, rows))
@@ -95,7 +95,7 @@ class BufferRegistry:
             torch.where(slot.mask(tails), poison, buffer, out=buffer)
 
     def _tails(self, raw: torch.Tensor, padded: int) -> dict[int, torch.Tensor]:
-        """By rows of a request, which rows are pad rows."""
+        """Return which rows are pad rows, by the number of rows that a request has."""
         each = {slot.spec.rows for slot in self._slots.values()}
         return {rows: self._rows[: padded * rows] >= (raw if rows == 1 else raw * rows) for rows in each}
 

@@ -1,7 +1,7 @@
-"""What the consumers of a field ask of its memory, as the contract or their own code states it.
+"""Consumers of a field ask something of its memory; this table says what, as the contract or their own code states it.
 
 All of them step through the elements of a row without a stride, and through the rows of a table with one: DeepGEMM
-(`block_table.stride(1) == 1`), FlashAttention and FlashMLA (`stride(-1) == 1`). Named here is what asks for more.
+(`block_table.stride(1) == 1`), FlashAttention and FlashMLA (`stride(-1) == 1`). The table has those that ask for more.
 """
 
 from __future__ import annotations
@@ -32,5 +32,5 @@ _BY_NAME: Final = {
 
 
 def memory_of(name: str) -> Memory | None:
-    """Of the field of that name; None where adjacent elements of a row are all that is asked for."""
+    """Return what is asked of the field `name`; None where adjacent elements of a row are enough."""
     return _BY_NAME.get(name)

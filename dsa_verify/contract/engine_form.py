@@ -1,7 +1,6 @@
-"""OwnForm: where the metadata of an engine is right in another form than the contract's, as data, so that it is still
-judged there and not left out.
+"""OwnForm declares where an engine's layout may differ from the contract, so that those fields are still compared.
 
-An engine may serve all captured batches from one buffer, keep lengths that the contract has as one tensor in two, and
+An engine may serve all buckets from one buffer, keep lengths that the contract has as one tensor in two, and
 give the rows of pad requests values of its own. How the judge takes that into account: judge/pad_rows.py.
 """
 
@@ -19,7 +18,7 @@ from dsa_verify.contract.subject import Inputs, SubjectFactory
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PadRows:
-    """What the rows of a pad request hold: `value` in the first `columns` of them (0: in all), anything beyond."""
+    """Rows of a pad request hold `value` in their first `columns` elements (0: in all) and anything beyond."""
 
     value: int
     columns: int = 0
@@ -39,7 +38,7 @@ class OwnForm:
     outside: Callable[[Inputs], torch.Tensor] | None = None
 
     def layout(self, layout: Layout) -> Layout:
-        """`layout` as the engine has it."""
+        """Return `layout` as the engine has it."""
         fields = tuple(
             dataclasses.replace(
                 field, alias=self.aliases.get(field.name, field.alias), shared=self.shared or field.shared
@@ -53,7 +52,7 @@ CONTRACT_FORM: Final = OwnForm()
 
 
 def own_form(factory: SubjectFactory) -> OwnForm:
-    """The form of the subjects of `factory`: of its static method `own_form() -> OwnForm`, if it has one."""
+    """Return the form that the static method `own_form()` of `factory` declares; the contract's form if it has none."""
     ask = getattr(factory, "own_form", None)
     form: OwnForm = CONTRACT_FORM if ask is None else ask()
     return form

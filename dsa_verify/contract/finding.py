@@ -8,14 +8,14 @@ from typing import Any, Final
 
 from dsa_verify.contract.links import contract_links
 
-# Sections of rules that no field states: of addresses and guards, of inputs, of schedules.
+# No field states these rules, which are about addresses and guards, inputs, and schedules.
 MEMORY_RULE: Final = "11.3"
 INPUT_RULE: Final = "0.1"
 LAW_RULE: Final = "3.5"
 
 
 class Diagnosis(Enum):
-    """What kind of wrong a finding is; the sentence says the rest."""
+    """A diagnosis is the kind of a finding; the sentence says the rest."""
 
     NEVER_WRITTEN = "never written"
     STALE = "stale"
@@ -79,19 +79,19 @@ class Finding:
 
     @property
     def loss(self) -> str | None:
-        """What is said below a finding whose case could not be written."""
+        """A line that says why the case could not be written; None if it was."""
         return None if self.not_saved is None else f"the case could not be saved: {self.not_saved}"
 
     @property
     def contract(self) -> tuple[str, ...]:
-        """Where to read the rule: links into docs/contract/, of `section` and of what the sentence cites."""
+        """Links into docs/contract/ to the rule that is broken: to `section` and to what the sentence cites."""
         return contract_links(self.section, self.sentence)
 
     @property
     def links(self) -> str | None:
-        """The same as a line for people."""
+        """The links of `contract` as one line for people; None if there are none."""
         return ", ".join(self.contract) or None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; keys are the attribute names, and `contract` has the links."""
+        """Return the finding for JSON. The keys are the attribute names, and `contract` has the links."""
         return {**dataclasses.asdict(self), "diagnosis": self.diagnosis.value, "contract": list(self.contract)}

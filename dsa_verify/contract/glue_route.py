@@ -20,7 +20,7 @@ class Release(Enum):
 
 
 class Preparation(Enum):
-    """What a backend would have glued."""
+    """A backend glues one of these preparations."""
 
     DSV4_DRAFT = "DSV4 draft"
     DSV4_TARGET_VERIFY = "DSV4 target verify"
@@ -37,7 +37,7 @@ class WriteLocations(Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GlueConditions:
-    """What the route depends on; defaults are those of an engine.
+    """The route depends on these conditions; the defaults are those of an engine.
 
     `raw_batch`, `bucket`: live requests and requests of the graph. `static_verify`: the backend verifies N tokens of
     every request, not a ragged number. `runner_ragged_verify`: the graph runner pads by tokens, not by requests.
@@ -67,7 +67,7 @@ class GlueConditions:
 
 
 def declares_glue(conditions: GlueConditions) -> bool:
-    """Whether the backend declares glue for this preparation; the same in both columns."""
+    """Return whether the backend declares glue for this preparation, which is the same for both releases."""
     if conditions.dflash:
         return False
     if conditions.preparation is Preparation.GENERIC:
@@ -107,7 +107,7 @@ def route(release: Release, conditions: GlueConditions) -> Route:
 
 
 def write_locations(release: Release, conditions: GlueConditions) -> WriteLocations:
-    """Which out_cache_loc the preparation sees on its route."""
+    """Return which out_cache_loc the preparation sees on its route."""
     if route(release, conditions) is Route.EAGER:
         return WriteLocations.PER_STEP
     return WriteLocations.RAW_SLOT if release is Release.V0_5_23 else WriteLocations.PADDED_SLOT

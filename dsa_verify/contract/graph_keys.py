@@ -27,7 +27,7 @@ def key_of(tokens: int, slots: int, draft_tokens: int) -> GraphKey:
 
 
 def accepts(key: GraphKey, verify_lens: Sequence[int]) -> str | None:
-    """Why the graph of `key` may not replay live requests of `verify_lens` tokens; None if it may.
+    """Say why the graph of `key` may not replay live requests of `verify_lens` tokens; None if it may.
 
     Capacity counts slot by slot, because live requests take the first ones in order.
     """

@@ -57,7 +57,7 @@ def live_candidates(
     seq_lens: npt.NDArray[np.int64],
     accept_lens: npt.NDArray[np.int64] | None = None,
 ) -> npt.NDArray[np.int64]:
-    """How many of the first columns of `write_loc` a consumer reads, in the shape of `seq_lens` (contract 4.2).
+    """Return how many of the first columns of `write_loc` a consumer reads, in the shape of `seq_lens` (contract 4.2).
 
     `accept_lens`: the accepted tokens of draft-extend. Pad requests have none, which the caller knows.
     """

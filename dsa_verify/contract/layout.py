@@ -21,7 +21,7 @@ DTYPE_BYTES: Final = {"int32": 4, "int64": 8, "float32": 4}
 
 
 class Dead(Enum):
-    """What the elements that no consumer may read must hold after a replay."""
+    """Elements that no consumer may read must hold this after a replay."""
 
     STALE = "stale"  # anything: a verifier must not compare them
     PAD = "pad"  # exactly `Field.dead_value`
@@ -29,7 +29,7 @@ class Dead(Enum):
 
 
 class Row(Enum):
-    """What row (or element) r of a field stands for."""
+    """Row (or element) r of a field stands for one of these."""
 
     REQUEST = "request"  # batch row r
     TOKEN = "token"  # draft position r mod N of batch row r div N (ragged: by the running sum of extend lengths)
@@ -41,7 +41,7 @@ class Row(Enum):
 
 
 class Compare(Enum):
-    """How a field is compared."""
+    """A field is compared in one of these ways."""
 
     EXACT = "exact"  # bit by bit
     CLOSE = "close"  # float32: within `bound`, special values exactly
@@ -49,14 +49,14 @@ class Compare(Enum):
 
 
 class Live(Enum):
-    """What bounds the live columns of a row with a `column_step`."""
+    """One of these bounds the live columns of a row that has a `column_step`."""
 
     TOKENS = "tokens"  # the request's live token bound
     CANDIDATES = "candidates"  # the pools that the request closes in this round (contract 4.2)
 
 
 class Lifetime(Enum):
-    """When a field is written."""
+    """A field is written at one of these times."""
 
     CAPTURE = "capture"  # once, outside the graph; constant afterwards
     REPLAY = "replay"  # in every round
@@ -64,9 +64,11 @@ class Lifetime(Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What a consumer asks of the memory of a field beside adjacent elements of each row: that all rows are adjacent,
-    and that the first byte lies at a multiple of `alignment` bytes, as many as it reads at once. `source`: where that
-    is stated."""
+    """A consumer asks this of the memory of a field, beside adjacent elements of each row.
+
+    All rows must be adjacent, and the first byte must lie at a multiple of `alignment` bytes, as many as the consumer
+    reads at once. `source` says where that is stated.
+    """
 
     consumer: str
     source: str
@@ -128,7 +130,7 @@ class Field:
 
     @property
     def one_row_per_request(self) -> bool:
-        """Whether the oracle keeps one row per request where the subject keeps N identical ones."""
+        """True if the oracle keeps one row per request where the subject keeps N identical ones."""
         return self.row is Row.TOKEN and self.column_step > 0 and self.live is Live.TOKENS
 
 
@@ -160,7 +162,7 @@ class Layout:
         return any(field.name == name for field in self.fields)
 
     def without(self, names: Collection[str]) -> Layout:
-        """The same but for the fields `names`; a view of one of them is a field of its own."""
+        """Return this layout without the fields `names`; a view of one of them becomes a field of its own."""
         fields = tuple(
             dataclasses.replace(field, alias=None) if field.alias in names else field
             for field in self.fields
@@ -169,7 +171,7 @@ class Layout:
         return dataclasses.replace(self, fields=fields)
 
     def for_oracle(self) -> Layout:
-        """The same fields with identical rows of one request stored once, and nothing shared between buckets."""
+        """Return the same fields with identical rows of a request stored once and nothing shared between buckets."""
         fields = tuple(
             dataclasses.replace(
                 field,

@@ -1,4 +1,4 @@
-"""Mapping: finds the fields of a layout in what a pipeline already has: a dict, a dataclass of tensors, a backend
+"""map_outputs finds the fields of a layout in what a pipeline already has: a dict, a dataclass of tensors, or a backend
 object with buffers somewhere inside. A subject returns the result from `outputs()`."""
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dsa_verify.contract.layout import Layout
 
 
 def map_outputs(source: Any, layout: Layout, names: Mapping[str, str] | None = None) -> dict[str, torch.Tensor]:
-    """By field of `layout`, the tensor in `source`: under the field's own name, or where `names` says.
+    """Return the tensor in `source` for each field of `layout`: under the field's own name, or where `names` says.
 
     `source`: a mapping, or an object with attributes. `names`: field -> path, dots going into mappings and attributes
-    ("forward_metadata.page_table_1"). UsageError lists every field that is missing or is no tensor, and every name that
-    is no field: nothing is left out of the verification in silence.
+    ("forward_metadata.page_table_1"). UsageError lists every field that is missing or is not a tensor, and
+    every name that is not a field: nothing is left out of the verification in silence.
     """
     names = names or {}
     unknown = [name for name in names if name not in layout]

@@ -34,7 +34,7 @@ class Owner:
 
     @property
     def aside(self) -> str:
-        """What a sentence must add of a slot that nobody has."""
+        """A sentence adds this about a slot that nobody has."""
         return "" if self.now else " on pages that it does not have in this round"
 
 

@@ -89,7 +89,7 @@ class Progress:
         """`command` runs again the test that is about to run."""
 
     def results(self, value: object) -> None:
-        """What is known so far, which whoever reports the end adds to."""
+        """Note what is known so far; whoever reports the end adds it."""
 
     def end_copy(self, stage: int, bucket: int, round_: int) -> NoReturn:
         """This process is a copy that the subject made and let come back: it must not go on verifying."""
@@ -229,7 +229,7 @@ def where(stage: int, round_: int) -> str:
 
 
 def copy_sentence(stage: int, round_: int) -> str:
-    """What is said of a copy of the process that came back from `stage`."""
+    """Return the sentence about a copy of the process that came back from `stage`."""
     return (
         f"a copy of the process came back from the subject {where(stage, round_)} and was ended; a process that the "
         "subject forks must end by os._exit, or start another program"
@@ -276,6 +276,6 @@ def share() -> SharedProgress:
 
 
 def unshare() -> None:
-    """For a process that supervises nothing any more."""
+    """Stop sharing, in a process that supervises nothing any more."""
     global _current
     _current = Progress()

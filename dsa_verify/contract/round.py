@@ -31,7 +31,7 @@ KNOWN_SYSTEMS: Final = ("decode", "target_verify", "draft_extend", "mtp", "padde
 class Round:
     """One replay.
 
-    `bucket`: the captured batch that is replayed; `seq_lens`, `requests`: one entry a live request (their number is
+    `bucket`: the batch size whose graph is replayed; `seq_lens`, `requests`: one entry a live request (their number is
     the raw batch), lengths in tokens and rows of `req_to_token`. `extend_lens`: draft-extend only, tokens of each
     request, all N where it is None. `accept_lens`: draft-extend with a pooled indexer only, accepted tokens of each
     request, 1 to N, all N where it is None. `remap`: request rows that move to other pages before this round.
@@ -41,7 +41,7 @@ class Round:
     with `request_floors` only, the first position of each request that the replay may read, one a request row; all
     `replay_floor` where it is None (contract 7.1).
     `poison`: what the outputs hold before the replay. `twice`: replay the subject a second time on the same inputs;
-    nothing may change. `foreign`: other work runs before this round, the eager preparation of another captured batch
+    nothing may change. `foreign`: other work runs before this round, the eager preparation of another bucket
     and what the subject has for `foreign_work`. `seed`: dcp only, what the values that a round does not list are hashed
     from (expand.py).
     """
@@ -138,7 +138,7 @@ def parse_case(text: str, *, name: str = "") -> Scenario:
         raise UsageError(f"geometry.draft_tokens: {geometry.draft_tokens} has no effect in {system}; remove it")
     buckets = body.integers("buckets", 1, MAX_BATCH, "the largest batch", MAX_BUCKETS)
     if not buckets:
-        raise UsageError("buckets: the list is empty; name at least one captured batch")
+        raise UsageError("buckets: the list is empty; name at least one bucket")
     if len(set(buckets)) != len(buckets):
         raise UsageError(f"buckets: {list(buckets)} names a bucket twice; name each once")
     rounds = body.get("rounds", list)
@@ -277,17 +277,17 @@ def _read_prefixes(body: _Reader, geometry: Geometry, remap: Sequence[int]) -> t
 
 
 def pooled_indexer(geometry: Geometry) -> bool:
-    """Whether the layout has a write plan, which asks more of the lengths (contract 4.2)."""
+    """Return whether the layout has a write plan, which asks more of the lengths (contract 4.2)."""
     return geometry.indexer and geometry.pool_size > 1
 
 
 def has_floors(system: str, geometry: Geometry) -> bool:
-    """Whether each request has a replay floor of its own (contract 7.1)."""
+    """Return whether each request has a replay floor of its own (contract 7.1)."""
     return system == "padded" and geometry.request_floors
 
 
 def one_floor_each(requests: Sequence[int], floors: Sequence[int]) -> tuple[int, ...]:
-    """`floors`, but of each request that of the first batch row which names it."""
+    """Return `floors`, with the floor of the first batch row of each request in all of its rows."""
     first: dict[int, int] = {}
     return tuple(first.setdefault(request, floor) for request, floor in zip(requests, floors, strict=True))
 
@@ -302,8 +302,10 @@ def _read_floors(body: _Reader, system: str, geometry: Geometry) -> tuple[int, .
 
 
 def drawn_lens(system: str, geometry: Geometry) -> dict[str, int]:
-    """The per-request counts that a round of `system` says beside its lengths, and the least value of each; the
-    greatest is N."""
+    """Return the counts that a round of `system` gives each request beside its length, with the least value of each.
+
+    The greatest value is N.
+    """
     found = {}
     if system == "draft_extend" and not geometry.indexer:
         found["extend_lens"] = 0

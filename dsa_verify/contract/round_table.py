@@ -100,7 +100,7 @@ class RoundTable:
 
 
 def rows_per_request(system: str, geometry: Geometry) -> int:
-    """Token rows of one request where all requests have as many."""
+    """Return the token rows of a request in a system where all requests have as many."""
     n = geometry.draft_tokens
     if system == "padded":
         return {"decode": 1, "verify": n, "draft_block": n - 1, "draft_extend": n}[geometry.padded_mode]
@@ -108,12 +108,12 @@ def rows_per_request(system: str, geometry: Geometry) -> int:
 
 
 def token_capacity(system: str, geometry: Geometry, bucket: int) -> int:
-    """Token rows that a graph of `bucket` requests is captured with; G of contract 9 in ragged_verify."""
+    """Return the token rows that a graph of `bucket` requests is captured with; in ragged_verify G of contract 9."""
     return graph_tokens(geometry, bucket) if system == "ragged_verify" else bucket * rows_per_request(system, geometry)
 
 
 def tokens_written_back(system: str, geometry: Geometry) -> int:
-    """How far before the end of its length a request writes its first token in a step (contract 4.2, 7.1, 8.2)."""
+    """Return how far before its length ends a request writes its first token in a step (contract 4.2, 7.1, 8.2)."""
     n = geometry.draft_tokens
     step = geometry.padded_mode if system == "padded" else system
     return {"target_verify": 0, "ragged_verify": 0, "verify": 0, "draft_block": 0, "draft_extend": n}.get(step, 1)
@@ -127,7 +127,7 @@ def pages_before_writes(system: str, geometry: Geometry, lengths: Any) -> Any:
 
 
 def seq_len_fill(system: str, geometry: Geometry) -> int:
-    """What a pad row's length holds (contract 0.2)."""
+    """Return the length that a pad row holds (contract 0.2)."""
     if system == "draft_extend" and geometry.pool_size > 1:
         # Keeps the first pool write of a pad row, seq - N, at or above a whole pool.
         return max(1, geometry.draft_tokens + geometry.pool_size)

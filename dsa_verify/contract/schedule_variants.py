@@ -19,14 +19,14 @@ ARCHITECTURES: Final = (90, 100, 120)
 
 
 class Placement(Enum):
-    """Which SMs get the `total % S` tiles left over; empty SMs are at the other end."""
+    """One end of the SMs gets the `total % S` tiles left over; empty SMs are at the other end."""
 
     LEAD = "leading"
     TAIL = "trailing"
 
 
 class Unit(Enum):
-    """What the first column of a row counts."""
+    """The first column of a row counts one of these."""
 
     REQUEST = "request"
     ATOM = "atom"
@@ -34,7 +34,7 @@ class Unit(Enum):
 
 
 class Indices(Enum):
-    """Whether the builder takes `indices`, which say to what request each token belongs."""
+    """A builder takes `indices`, which say to what request each token belongs, or it does not."""
 
     REFUSED = "refused"
     OPTIONAL = "optional"
@@ -246,7 +246,7 @@ def variant_named(name: str) -> ScheduleVariant:
 
 
 def units_per_request(variant: ScheduleVariant, next_n: int) -> int:
-    """How far the first column advances from one request of `next_n` tokens to the next; 1 where indices are given."""
+    """Return how far the first column advances from one request of `next_n` tokens to the next; 1 with indices."""
     if variant.unit is Unit.REQUEST:
         return 1
     if variant.unit is Unit.TOKEN_RUN:
@@ -257,10 +257,10 @@ def units_per_request(variant: ScheduleVariant, next_n: int) -> int:
 
 
 def sms_per_slot(variant: ScheduleVariant, next_n: int) -> int:
-    """How many SMs one row of a schedule is for: 2 where they work in pairs, else 1."""
+    """Return how many SMs one row of a schedule is for: 2 where they work in pairs, else 1."""
     return 2 if next_n in variant.paired_at else 1
 
 
 def shape(slots: int) -> tuple[int, int]:
-    """Of the schedule tensor for so many SMs, or pairs of them, whatever the variant."""
+    """Return the shape of the schedule tensor for so many SMs or pairs of them; all variants have the same."""
     return slots + 1, 2

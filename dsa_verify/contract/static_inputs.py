@@ -1,7 +1,7 @@
-"""StaticInput: the input buffers that each system captures, as data: shape, pad value, and where live rows come from.
+"""StaticInput describes an input buffer that a system captures: its shape, pad value, and where live rows come from.
 
-Engines keep one set of such buffers for all captured batches and reset the tail of each before a padded replay
-(contract 0.2, 7.5). `feed.py` allocates and fills them, `registry.py` resets them.
+Engines keep one set of such buffers for all buckets and reset the tail of each before a padded replay
+(contract 0.2, 7.5). `buffers/input_buffers.py` allocates and fills them, `buffers/tail_reset.py` resets them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Subject: what a pipeline under test looks like to the replayer. Oracles implement the same protocol.
+"""Subject is the protocol of a pipeline under test. Oracles implement the same protocol.
 
 One instance serves one captured bucket. Its life: `allocate` once, outside capture; `before_replay` and `in_graph` as
 a warm-up, and again, or `in_graph` alone (`warm_ups` of the geometry); `in_graph` once under capture; then, for every
@@ -61,7 +61,7 @@ class Inputs:
     partial_lse: torch.Tensor | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The inputs that this system has, by name."""
+        """Return the inputs that this system has, by name."""
         names = (field.name for field in dataclasses.fields(self))
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -115,8 +115,11 @@ class Subject(Protocol):
 
 @runtime_checkable
 class Routed(Subject, Protocol):
-    """What a subject has besides if it does not always replay its graph: the verifier asks `route` before each replay,
-    runs `in_graph` eagerly where that says so, and holds it against contract 7.4 under `glue_conditions`."""
+    """A subject that does not always replay its graph has these as well.
+
+    The verifier asks `route` before each replay, runs `in_graph` eagerly where that says so, and holds the answer
+    against contract 7.4 under `glue_conditions`.
+    """
 
     release: Release
 
@@ -129,10 +132,10 @@ SubjectFactory = Callable[[], Subject]
 
 
 def not_covered(factory: SubjectFactory, layout: Layout, device: torch.device) -> dict[str, str]:
-    """By field of `layout`, why the subjects of `factory` do not give it; empty for most.
+    """Return why the subjects of `factory` do not give a field of `layout`, by field; empty for most.
 
     A factory may have a static method `not_covered(layout, device) -> Mapping[str, str]`. What it names is left out of
-    the comparison and listed in every result; UsageError for a name that is no field of `layout`.
+    the comparison and listed in every result; UsageError for a name that is not a field of `layout`.
     """
     ask = getattr(factory, "not_covered", None)
     found = dict(ask(layout, device)) if ask is not None else {}
@@ -146,21 +149,27 @@ def not_covered(factory: SubjectFactory, layout: Layout, device: torch.device) -
 
 
 def has_foreign_work(factory: object) -> bool:
-    """Whether the subjects of `factory` declare work for between the rounds: a method `foreign_work()` of the class, or
-    an attribute of that name of any other factory. It is eager work of the same process that is not the preparation of
-    a replay, such as a prefill or an idle step; it must leave the static inputs alone."""
+    """Return whether the subjects of `factory` declare foreign work, which runs between rounds.
+
+    They do so by a method `foreign_work()` of the class, or an attribute of that name of any other factory. It is eager
+    work of the same process that does not prepare a replay, such as a prefill or an idle step; it must leave the static
+    inputs alone.
+    """
     return getattr(factory, "foreign_work", None) is not None
 
 
 def provenance(factory: SubjectFactory) -> dict[str, str]:
-    """What `factory` says about the code that it makes subjects of: a static method `provenance() -> Mapping[str,
-    str]`, such as versions and digests of files; empty for most. It is part of every result."""
+    """Return what `factory` says about the code of its subjects, such as versions and digests of files.
+
+    A factory says so by a static method `provenance() -> Mapping[str, str]`; most have none, and the result is empty.
+    It is part of every result of a run.
+    """
     ask = getattr(factory, "provenance", None)
     return dict(ask()) if ask is not None else {}
 
 
 def current_outputs(subject: Subject, buffers: Buffers) -> Mapping[str, torch.Tensor]:
-    """What a consumer would read now: the subject's own `outputs()`, or the buffers it was given."""
+    """Return what a consumer would read now: the subject's own `outputs()`, or the buffers it was given."""
     own = getattr(subject, "outputs", None)
     return buffers if own is None else own()
 
@@ -169,7 +178,7 @@ _NEEDED: Final = ("allocate", "in_graph")
 
 
 def check_factory(label: str, factory: object) -> None:
-    """UsageError unless `factory`, which `label` names, is a class of subjects, or a function, which may make them.
+    """Raise UsageError unless `factory`, which `label` names, is a class of subjects or a function that may make them.
 
     It is called without arguments, so anything that a name happens to lead to must not pass: no builtin, no instance.
     """
@@ -190,7 +199,7 @@ def check_factory(label: str, factory: object) -> None:
 
 
 def make_subject(factory: SubjectFactory) -> Subject:
-    """A new subject; UsageError if `factory` has made something else."""
+    """Return a new subject. Raises UsageError if `factory` made something else."""
     subject = factory()
     if missing := _missing(subject):
         raise UsageError(
@@ -205,7 +214,7 @@ def _missing(subject: object) -> str:
 
 
 def load_attribute(reference: str) -> Any:
-    """The object at `module:attribute`; UsageError says which half is wrong."""
+    """Return the object at `module:attribute`. UsageError says which half is wrong."""
     module_name, _, attribute = reference.partition(":")
     if not module_name or not attribute:
         raise UsageError(f"subject {reference!r}: not of the form module:attribute; for example my_pipeline:MySubject")

@@ -12,7 +12,7 @@ MAX_PLAN_ROWS: Final = 512
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRules:
-    """How one GPU generation chooses the length above which a row is computed by a cluster of blocks.
+    """One GPU generation chooses by these rules the length above which a cluster of blocks computes a row.
 
     `thresholds`: pairs (T, cap), T ascending: T is accepted while at most `cap` rows are longer. `floor`: the least
     threshold ever stored. `max_clusters`: clusters that fit on the device (an occupancy probe; the values below are
@@ -54,5 +54,5 @@ PLAN_RULES: Final = {rules.name: rules for rules in (H200, B200, TINY, TINY_LOW)
 
 
 def is_written(rows: int, max_clusters: int) -> bool:
-    """Whether a plan over `rows` rows is written, and read, at all; otherwise its buffer means nothing."""
+    """Return whether a plan over `rows` rows is written and read at all; otherwise its buffer means nothing."""
     return 0 < max_clusters < rows <= MAX_PLAN_ROWS

@@ -16,7 +16,7 @@ from dsa_verify.base.errors import UsageError
 
 
 class Graph(Protocol):
-    """What a capture recorded."""
+    """A graph is what a capture recorded."""
 
     def replay(self) -> None:
         """Execute the recorded work once. Raises `ReplayError` (a captured buffer is gone), `DeviceLost`."""

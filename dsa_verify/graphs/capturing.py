@@ -1,4 +1,4 @@
-"""What every capture of a real CUDA graph here keeps to."""
+"""Every capture of a real CUDA graph keeps to these rules."""
 
 from __future__ import annotations
 

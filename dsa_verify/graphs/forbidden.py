@@ -1,4 +1,4 @@
-"""What may not happen during a capture, and the name of what was called.
+"""This module finds what may not happen during a capture, and names what was called.
 
 A capture must not wait for the device, read it on the host, or copy host data to it. On a CPU most of these
 calls dispatch no operation at all (`cpu()`, `tolist()`), so they are watched where they are called: `Watch`

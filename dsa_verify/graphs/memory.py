@@ -20,7 +20,7 @@ POISON_BYTE = 0xA5  # what a temporary reads as until the first replay writes it
 
 
 class Geometry(NamedTuple):
-    """How a tensor lies in its storage; offset and strides in elements."""
+    """A geometry says how a tensor lies in its storage; offset and strides are in elements."""
 
     dtype: torch.dtype
     offset: int

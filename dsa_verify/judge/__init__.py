@@ -1,1 +1,1 @@
-"""How outputs are compared on the device: field by field, and by the laws that every schedule keeps."""
+"""Outputs are compared here on the device: field by field, and by the laws that every schedule obeys."""

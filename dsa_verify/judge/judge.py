@@ -26,7 +26,7 @@ RING_COLUMNS: Final = 6  # round, phase, row, word, got, want
 
 
 class Phase(IntEnum):
-    """When in a round the judge looked."""
+    """The judge looks at these points of a round."""
 
     BEFORE = 0  # before this bucket's inputs change: what other buckets' replays did to it
     FILLED = 1  # the inputs have been filled, nobody has read them: what the engine's preparation left
@@ -55,7 +55,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """What a judge has seen since it was reset: words that differed, by region, and elements of fields compared.
+    """A tally holds what a judge has seen since it was reset: words that differed, by region, and elements compared.
 
     `first` is ordered by round, phase, region, row and column; `differing` holds only regions with a difference.
     """
@@ -106,7 +106,7 @@ class Judge:
         return self.read(self.counters)
 
     def read(self, counters: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Tally:
-        """What `counters`, the judge's own or a copy of them on the host, say."""
+        """Read `counters`, the judge's own or a copy of them on the host."""
         differing_by_region, compared, ring = counters
         differing = differing_by_region.tolist()
         found = []

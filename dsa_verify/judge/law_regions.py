@@ -60,7 +60,7 @@ class LawWatch:
         ]
 
     def broken(self, name: str) -> list[LawBreak]:
-        """What the last `update` says of the schedule `name`; reads the device."""
+        """Return what the last `update` says of the schedule `name`; reads the device."""
         watched = self._watched[name]
         return watched.law.broken(watched.result)
 

@@ -1,4 +1,4 @@
-"""Canonical: brings an output of which more than one form is right into one form, so that the judge can compare bits.
+"""This module brings an output that has more than one right form into one form, so that the judge can compare bits.
 
 A top-k plan lists its rows in whatever order the device's atomics gave, and leaves the rest of its buffer as it was
 (contract 5). The judge is shown a copy with the listed rows ascending and `UNUSED` behind them. Of a float result that
@@ -58,7 +58,7 @@ class CanonicalClose:
 def canonical(
     layout: Layout, got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor]
 ) -> dict[str, CanonicalItems | CanonicalClose]:
-    """What must be brought into one form before it is compared, by field."""
+    """Return what brings a field into one form before it is compared, by field."""
     found: dict[str, CanonicalItems | CanonicalClose] = {}
     for field in layout:
         if field.compare is Compare.ITEMS:

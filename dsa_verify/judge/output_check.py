@@ -12,8 +12,11 @@ from dsa_verify.contract.layout import Field, Layout, Memory
 
 
 def wrong_outputs(layout: Layout, outputs: Mapping[str, torch.Tensor]) -> list[str]:
-    """In words, each field of `layout` that is not there, not in its shape and dtype, or not in memory as its consumers
-    ask for, and each alias that is no view of its owner; empty if all are right."""
+    """Say in words which outputs are wrong; empty if all are right.
+
+    A field of `layout` is wrong if it is missing, has another shape or dtype, or does not lie in memory as its
+    consumers ask. An alias is wrong if it is not a view of its owner.
+    """
     wrong = []
     for field in layout:
         tensor = outputs.get(field.name)
@@ -37,7 +40,7 @@ def wrong_outputs(layout: Layout, outputs: Mapping[str, torch.Tensor]) -> list[s
 
 
 def unfit_memory(field: Field, memory: Memory, tensor: torch.Tensor) -> str:
-    """What of `tensor`, of the shape of `field`, its consumer cannot read; empty if nothing."""
+    """Say why the consumer of `field` cannot read `tensor`, which has its shape; empty if it can."""
     if not tensor.is_contiguous():
         wanted = list(torch.empty(field.shape, device="meta").stride())
         return f"has strides {list(tensor.stride())}; {memory.consumer} needs it contiguous, with strides {wanted}"
@@ -51,8 +54,10 @@ def unfit_memory(field: Field, memory: Memory, tensor: torch.Tensor) -> str:
 
 
 def no_view(field: Field, tensor: torch.Tensor, owner: torch.Tensor | None) -> str:
-    """What tells `tensor`, of the shape of `field`, from a view of `owner` in that shape; empty if nothing does, or if
-    `owner` has other elements."""
+    """Say why `tensor`, which has the shape of `field`, is not a view of `owner` in that shape.
+
+    The text is empty if it is one, or if `owner` has other elements.
+    """
     if owner is None or owner.numel() != tensor.numel():
         return ""
     if tensor.data_ptr() != owner.data_ptr():

@@ -29,7 +29,7 @@ def own_rows(
     inputs: Inputs,
     control: Control,
 ) -> dict[str, OwnRows]:
-    """By field of `layout` whose pad rows have a value of the engine's own, what the judge is shown instead.
+    """Return what the judge is shown instead of each field of `layout` whose pad rows hold a value of the engine's own.
 
     UsageError for a field whose rows stand for no request.
     """
@@ -66,7 +66,7 @@ class OwnRows:
         self.copy = torch.empty_like(got, memory_format=torch.contiguous_format)
 
     def judged(self) -> list[bool]:
-        """By batch row, whether its rows are held against the oracle as they are; reads the device."""
+        """Return for each batch row whether its rows are compared with the oracle as they are; reads the device."""
         unjudged = self._inputs.req_pool_indices == PAD_REQUEST
         if self._outside is not None:
             unjudged = unjudged | self._outside(self._inputs)

@@ -43,7 +43,7 @@ class Law(Enum):
 
 
 class Fault(Enum):
-    """What became of the tile that a break names."""
+    """The tile that a break names is missing, or is executed twice."""
 
     MISSING = "missing"
     DOUBLED = "doubled"
@@ -67,7 +67,7 @@ class LawBreak:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Tiles:
-    """What there is to do, per request (or per token with indices; nothing where no unit starts): int64 [rows].
+    """The work to do, per request (or per token with indices; nothing where no unit starts), is int64 [rows].
 
     `splits`: of a unit. `price`: work of one tile. `begin`, `end`: work before and after this request. `total`:
     int64 [1].
@@ -82,7 +82,7 @@ class _Tiles:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Rows:
-    """What each of the S + 1 rows of a schedule names: int64 and bool [S + 1].
+    """Each of the S + 1 rows of a schedule names these: int64 and bool [S + 1].
 
     `splits`: those of its unit, -1 where no unit starts there. `price`: work of its tile. `known`: it names an existing
     tile or is the sentinel, so that `position`, in the order of work, means something.
@@ -180,7 +180,7 @@ class ScheduleLaw:
         return self.rows * self.step
 
     def form(self, schedule: torch.Tensor) -> list[LawBreak]:
-        """What is wrong with the tensor itself; reads no element of it."""
+        """Say what is wrong with the tensor itself, without reading an element."""
         wanted = shape(self.slots)
         if schedule.dtype == torch.int32 and tuple(schedule.shape) == wanted and schedule.is_contiguous():
             return []
@@ -268,7 +268,7 @@ class ScheduleLaw:
         return torch.div(lens + (self.variant.split - 1), self.variant.split, rounding_mode="floor")
 
     def _units(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each token: whether a unit starts at it, and if so the last token of that unit."""
+        """Return for each token whether a unit starts at it, and if so the last token of that unit."""
         token = torch.arange(self.rows, device=indices.device)
         same = torch.cat([torch.zeros_like(indices[:1], dtype=torch.bool), indices[1:] == indices[:-1]])
         if self.is_run:
@@ -309,7 +309,7 @@ class ScheduleLaw:
         )
 
     def _cuts(self, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where rows belong in the order of work, and where they would if the remainder were on the other side."""
+        """Return where rows belong in the order of work, and where they would with the remainder on the other side."""
         count = self.slots
         slot = torch.arange(count + 1, device=total.device)
         each, left_over = torch.div(total, count, rounding_mode="floor"), total.remainder(count)
@@ -318,7 +318,7 @@ class ScheduleLaw:
         return (leading, trailing) if self.variant.placement is Placement.LEAD else (trailing, leading)
 
     def _at(self, rows: _Rows, cuts: torch.Tensor) -> torch.Tensor:
-        """Whether each row starts at its cut: exactly, or with the tile of a token run that the cut is inside of."""
+        """Return whether each row starts at its cut: exactly, or with the tile of a token run that contains the cut."""
         if not self.is_run:
             return rows.known & (rows.position == cuts)
         return rows.known & (rows.position <= cuts) & (cuts < rows.position + rows.price)
@@ -334,7 +334,7 @@ class ScheduleLaw:
         return torch.zeros_like(least), (most + largest - 1).clamp(min=0)
 
     def _wrong(self, rows: _Rows, cuts: torch.Tensor, least: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
-        """Which rows break which law: bool [laws, S + 1]. Row i stands for SM i, or for the edge before it."""
+        """Return which rows break which law: bool [laws, S + 1]. Row i stands for SM i, or for the edge before it."""
         row = torch.arange(self.slots + 1, device=cuts.device)
         last, edge = row == self.slots, row.remainder(self.slots) == 0
         no = torch.zeros_like(last[:1])

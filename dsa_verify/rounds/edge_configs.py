@@ -53,7 +53,7 @@ _LARGEST: Final = _OWN_WIDTHS | {"context": BATCH_CONTEXT, "request_rows": MAX_B
 
 
 class EdgeKind(enum.Enum):
-    """In the order in which they are run."""
+    """The kinds of edges, in the order in which they are run."""
 
     GAP = "tables with a gap behind each row"
     BATCH = "the largest batch"
@@ -149,7 +149,7 @@ def _pools(system: System, geometry: Geometry, seed: int, fixed: frozenset[str])
 
 
 def _draft_steps(system: System, fixed: frozenset[str]) -> list[dict[str, int]]:
-    """Of mtp: so few that each is copied to alone, and so many that three are copied to at once (contract 2.3)."""
+    """Return so few draft steps of mtp that each is copied to alone, and so many that three are (contract 2.3)."""
     return [{"draft_steps": 2}, {"draft_steps": 4}] if system.name == "mtp" and "draft_steps" not in fixed else [{}]
 
 
@@ -218,7 +218,7 @@ def _rows_per_request(system: System, geometry: Geometry) -> int:
 
 
 def why_not_here(edge: Edge, device: torch.device) -> str | None:
-    """Why `device` cannot run `edge`; None if it can."""
+    """Say why `device` cannot run `edge`; None if it can."""
     if not edge.device_bytes:
         return None
     if device.type != "cuda" and edge.kind is EdgeKind.POOLS:

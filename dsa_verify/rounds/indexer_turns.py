@@ -1,4 +1,4 @@
-"""Where the configurations of a matrix turn the indexer on, and which architecture it is laid out for.
+"""Some configurations of a matrix turn the indexer on, and this module says which, and for which architecture.
 
 Geometries without an indexer are the default, because most pipelines make none of its metadata. Pipelines that do are
 also run with it: in every fourth configuration, by the preset that is the same but for the indexer, or once in four
@@ -47,8 +47,11 @@ def indexer_turn(system: System, geometry: Geometry, i: int, fixed: frozenset[st
 
 
 def architecture_turn(geometry: Geometry, i: int, fixed: frozenset[str]) -> dict[str, object]:
-    """What of `geometry` is different in configuration `i`: in half of those with an indexer, architecture 100 with a
-    schedule that exists there. Nothing where "architecture" is among the `fixed`, or a schedule that does not."""
+    """Return what of `geometry` is different in configuration `i`.
+
+    Half of those with an indexer have architecture 100 with a schedule that exists there. Nothing is different where
+    "architecture" is among the `fixed`, or a schedule that does not exist there.
+    """
     if not geometry.indexer or "architecture" in fixed or (i // 4 + i // 2) % 2 == 0:
         return {}
     schedule = geometry.schedule if "schedule" in fixed else ON_100.get(geometry.schedule, geometry.schedule)

@@ -163,8 +163,11 @@ def diagnostic_matrix(
 
 
 def _turning_of_ours(system: System, geometry: Geometry, i: int) -> dict[str, object]:
-    """What of configuration `i` of our own pipelines is different, which others may not have: the draft steps of mtp,
-    in half of dcp blocks of a page, and in every fourth of padded, once a mode, the ratios 1 and 2."""
+    """Return what only our own pipelines have different in configuration `i`.
+
+    It is the draft steps of mtp, in half of dcp blocks of a page, and in every fourth of padded, once a mode, the
+    ratios 1 and 2.
+    """
     if system.name == "mtp":
         return {"draft_steps": DRAFT_STEPS[(i + i // 4) % 4]}
     if system.name == "dcp":
@@ -175,7 +178,7 @@ def _turning_of_ours(system: System, geometry: Geometry, i: int) -> dict[str, ob
 
 
 def _what_is_special(geometry: Geometry, settled: Geometry) -> Iterator[str]:
-    """Of a configuration of `geometry`, beyond what all turn over."""
+    """Yield what is special in a configuration of `geometry`, beyond what all turn over."""
     if settled.preset != geometry.preset:
         yield settled.preset
     if settled.architecture != geometry.architecture:
@@ -317,7 +320,7 @@ def _script_lengths(i: int, raw: int, values: Array, context: int) -> Array:
 
 
 def _in_turn(rounds: tuple[int, int, int], i: int, raw: int) -> int:
-    """In `rounds` the first, one between and the last of `raw` requests; -1 in others, and of fewer than three."""
+    """Return the first, one between and the last of `raw` requests in `rounds`; else, and of fewer than three, -1."""
     return dict(zip(rounds, (0, raw // 2, raw - 1), strict=True)).get(i, -1) if raw > 2 else -1
 
 
@@ -349,7 +352,7 @@ def _script_floors(config: Config, i: int, lengths: Array, requests: Array) -> t
 
 
 def _spare_pages(config: Config, lengths: Array, requests: Array) -> dict[int, int]:
-    """By request row, how many of its first pages no batch row of it writes."""
+    """Return how many of its first pages no batch row of a request row writes, by request row."""
     pages = pages_before_writes(config.system.name, config.geometry, lengths)
     return {row: int(pages[requests == row].min()) for row in requests.tolist()}
 
@@ -357,8 +360,11 @@ def _spare_pages(config: Config, lengths: Array, requests: Array) -> dict[int, i
 def _script_prefixes(
     i: int, spare: dict[int, int], remap: Sequence[int], rows: Array
 ) -> tuple[tuple[int, int, int], ...]:
-    """Of the rows that move, the one with the longest request takes as many pages as it may: in two rounds of three
-    those of the longest of the others, or of a row that is not replayed, in the third its own."""
+    """Return a round's prefixes: of the rows that move, the one with the longest request takes all the pages it may.
+
+    In two rounds of three it takes those of the longest of the others, or of a row that is not replayed, in the third
+    its own.
+    """
     if not remap:
         return ()
     row = max(remap, key=spare.__getitem__)
@@ -393,7 +399,7 @@ def shortest_seq_len(system: str, geometry: Geometry) -> int:
 
 
 def undefined_when_empty(system: str, geometry: Geometry, bucket: int) -> bool:
-    """Whether a full batch of lengths 0 has no defined schedule (contract 3.6)."""
+    """Return whether a full batch of lengths 0 has no defined schedule (contract 3.6)."""
     if not geometry.indexer or system not in EMPTY_SYSTEMS:
         return False
     rows, variant = bucket * (geometry.draft_tokens if system == "draft_extend" else 1), VARIANTS[geometry.schedule]
@@ -401,7 +407,7 @@ def undefined_when_empty(system: str, geometry: Geometry, bucket: int) -> bool:
 
 
 def is_undefined(system: str, geometry: Geometry, round_: Round) -> bool:
-    """Whether `round_` asks for a schedule that the contract leaves undefined (3.6)."""
+    """Return whether `round_` asks for a schedule that the contract leaves undefined (3.6)."""
     full = round_.raw_batch == round_.bucket and not any(round_.seq_lens)
     return full and undefined_when_empty(system, geometry, round_.bucket)
 

@@ -240,7 +240,7 @@ BAD_EDITS: dict[str, tuple[Edit, str]] = {
         lambda case: case.update(system="decode"),
         "geometry.draft_tokens: 4 has no effect in decode; remove it",
     ),
-    "no buckets": (put("buckets", []), "buckets: the list is empty; name at least one captured batch"),
+    "no buckets": (put("buckets", []), "buckets: the list is empty; name at least one bucket"),
     "bucket named twice": (put("buckets", [2, 4, 2]), "buckets: [2, 4, 2] names a bucket twice; name each once"),
     "bucket of zero": (put("buckets", [0]), "buckets[0]: 0 is below 1; use 1..16384"),
     "bucket not captured": (
