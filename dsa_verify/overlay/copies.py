@@ -40,7 +40,7 @@ class GroupedCopy:
 
 
 def copy_plainly(pieces: Sequence[Piece]) -> None:
-    """The same in plain torch, a launch or a few for each piece; what `GroupedCopy` does on a CPU."""
+    """Copy the same in plain torch, a launch or a few for each piece, as `GroupedCopy` does on a CPU."""
     for piece in pieces:
         source = piece.source
         if piece.index is not None:

@@ -1,5 +1,5 @@
-"""What a check makes of the inputs it has taken from a server: legal ones for the oracle, what they must have been, and
-which elements of the outputs are live. All of it on the device, so that it can be captured.
+"""A check derives three things from the inputs it has taken from a server: legal ones for the oracle, what they must
+have been, and which elements of the outputs are live. It does so on the device, so that it can be captured.
 
 A server that is being diagnosed may hold anything. The oracle indexes with lengths, requests and slots, so it is given
 values clamped to what is legal; that they had to be is a difference of its own. Pad rows must hold their pad values
@@ -174,7 +174,7 @@ class LegalInputs:
         )
 
     def _fixed_owners(self) -> None:
-        """Where every request owns as many token rows, their owners never change."""
+        """Note the owners of token rows that never change, as every request owns as many."""
         system, per_request = self._layout.system, rows_per_request(self._layout.system, self._geometry)
         if system not in ("decode", "ragged_verify"):
             self.control.row_request.copy_(self._token // per_request)

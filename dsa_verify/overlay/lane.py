@@ -40,7 +40,7 @@ _OLD: Final = "before."
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What all lanes of an overlay have in common. `fields`: those that are compared (None: all of the layout).
+    """All lanes of an overlay have this in common. `fields`: those that are compared (None: all of the layout).
     `input_paths`, `output_paths`: where the server has them. `reference`: the server's own preparation, None for the
     oracle. `tails`: whether pad rows of inputs must hold their pad values. `max_bytes`: what one lane may allocate."""
 
@@ -102,7 +102,7 @@ class Lane:
             ring.frozen.copy_(frozen)
 
     def _forget(self) -> None:
-        """As if nothing had been checked yet."""
+        """Forget all that was checked."""
         self.judge.reset()
         for tensor in (self._seen, self.by_raw, self.kept, self._go):
             tensor.zero_()
@@ -145,7 +145,7 @@ class Lane:
     # What the host collects ------------------------------------------------------------------------------------------
 
     def tally(self) -> Tally:
-        """What the judge had seen when `counters` was last sent."""
+        """Return what the judge had seen when `counters` was last sent."""
         host = self.counters.host
         return self.judge.read((host["differing"], host["compared"], host["ring"]))
 
@@ -166,7 +166,7 @@ class Lane:
     # Opening ---------------------------------------------------------------------------------------------------------
 
     def _counted(self) -> Tensors:
-        """What is read at every poll: small."""
+        """Return the few and small tensors that are read at every poll."""
         differing, compared, ring = self.judge.counters
         return {"differing": differing, "compared": compared, "ring": ring, "by_raw": self.by_raw, "kept": self.kept}
 
@@ -207,7 +207,7 @@ class Lane:
         return oracle
 
     def _idle_values(self) -> Tensors:
-        """What is right when every row is a pad row, as engines capture, on the host by field; empty without oracle."""
+        """Return by field what is right when every row is a pad row, as engines capture; empty without an oracle."""
         if self._oracle is None:
             return {}
         for name, value in self.taken.values.items():

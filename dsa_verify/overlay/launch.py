@@ -54,7 +54,7 @@ class OwnStream:
         return graph.replay
 
     def reason_not_to_run(self) -> str | None:
-        """Why nothing may be launched now; None if it may."""
+        """Say why nothing may be launched now; None if it may."""
         if not self.cuda:
             return None
         if torch.cuda.is_current_stream_capturing():
@@ -135,7 +135,7 @@ class Mailbox:
         self.asked = True
 
     def ready(self, *, wait: bool = False) -> bool:
-        """Whether what was asked for is there; with `wait` it is. Nothing is until it was asked for."""
+        """Return whether what was asked for is there; with `wait` it is. Nothing is there before it was asked for."""
         if not self.asked:
             return False
         if self._sent is not None:
@@ -148,7 +148,7 @@ class Mailbox:
 
 
 class Facts:
-    """What the host says of each check: its `number` and the `raw` batch, int64 [1] each, parts of `tensor`."""
+    """The host says this of each check: its `number` and the `raw` batch, int64 [1] each, parts of `tensor`."""
 
     NUMBER, RAW = 0, 1
 

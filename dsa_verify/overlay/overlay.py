@@ -43,27 +43,27 @@ _log: Final = logging.getLogger("dsa_verify.overlay")
 
 
 class NullOverlay:
-    """What is attached where nothing is to be checked."""
+    """A null overlay stands where nothing is to be checked, and does nothing."""
 
     enabled: Final = False
 
     def prepare(self, bucket: int, inputs: Any, outputs: Any, *, also: Sequence[torch.Tensor] = ()) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def check(
         self, *, raw_batch: int, bucket: int, inputs: Any, outputs: Any, also: Sequence[torch.Tensor] = ()
     ) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def poll(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """There is no summary: nothing was to be checked."""
+        """Return no summary, because nothing was to be checked."""
 
 
 class Overlay:
-    """Made by `attach`. `enabled`: whether `check` has anything to do; test it in the hook.
+    """`attach` makes an overlay. `enabled` says whether `check` has anything to do; test it in the hook.
 
     One thread calls `check` and `prepare`; any may call `poll`.
     """
@@ -112,11 +112,11 @@ class Overlay:
         prepare_on_demand: bool = True,
         max_bytes: int = MAX_LANE_BYTES,
     ) -> Overlay:
-        """An overlay that checks one in `every` replays until it has checked `first` (None: for ever).
+        """Return an overlay that checks one in `every` replays until it has checked `first` (None: for ever).
 
         `geometry`: of the server, or the name of a preset. `fields`: those that are compared, all of the system's by
         default. `input_names`, `output_names`: field -> path into what the hook is given, dots going into mappings and
-        attributes; by default the fields' own names (`dsa_verify.contract.subject.Inputs`, the contract).
+        attributes; by default the fields' own names (`dsa_verify.Inputs`, the contract).
 
         `reference(raw_batch, bucket)`: the server's own preparation, which rewrites the live metadata in place on the
         current stream; None compares with the oracle. `tails`: whether pad rows of the inputs must hold their pad
@@ -360,7 +360,7 @@ class Overlay:
         return path
 
     def _write_news(self) -> None:
-        """What the hot path has only noted."""
+        """Write the lines of what the hot path has only noted."""
         rank = self._setup.rank
         while self._reasons.new:
             replay, reason = self._reasons.new.popleft()
@@ -435,7 +435,7 @@ class Overlay:
 
 
 def _capturing() -> str | None:
-    """Why nothing may be prepared now, before it is known on which device; None if it may."""
+    """Say why nothing may be prepared now, before it is known on which device; None if it may."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "the server was capturing a graph on this stream; put the hook where it replays"
     return None

@@ -19,7 +19,7 @@ def launch(
     pages: torch.Tensor,
     broken: torch.Tensor,
 ) -> None:
-    """As `list_pages`, which has set `broken` to 0."""
+    """Do as `list_pages`, which has set `broken` to 0."""
     batch, columns = pages.shape
     width = triton.next_power_of_2(page)
     group = min(max(1, GROUP_SLOTS // width), triton.next_power_of_2(columns))

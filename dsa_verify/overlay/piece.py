@@ -20,5 +20,5 @@ class Piece:
 
     @classmethod
     def of(cls, to: torch.Tensor, source: torch.Tensor, index: torch.Tensor | None = None) -> Piece:
-        """Of tensors of equal dtype whose rows are whole, and of equal shape where there is no `index`."""
+        """Make a piece of tensors of equal dtype whose rows are whole, and of equal shape where there is no `index`."""
         return cls(to=as_words(to), source=as_words(source), index=index)

@@ -1,4 +1,4 @@
-"""What an overlay says: a line for each field that differs in a check, in words where there is evidence, and a summary.
+"""An overlay says a line for each field that differs in a check, in words where there is evidence, and a summary.
 
 Everything here happens on the host, away from the server's hot path, over copies of what the device kept.
 """
@@ -50,7 +50,7 @@ class Line:
     case: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; `contract` has the links to `section` and to what the sentence cites."""
+        """Return the line for JSON; `contract` has the links to `section` and to what the sentence cites."""
         links = contract_links(self.section, self.sentence)
         return {"schema": LINE_SCHEMA, **dataclasses.asdict(self), "contract": list(links)}
 
@@ -208,7 +208,7 @@ def _moment(lane: Lane, evidence: Host, prefix: str) -> Moment:
 
 
 def _one_row_each(lane: Lane, field: Field, want: torch.Tensor, owners: list[int]) -> torch.Tensor:
-    """Of a table of which only one row a request is kept (an oracle's), that; of another, the first of each request."""
+    """Return one row for each request: the one that a table keeps (an oracle's), or the first of each request."""
     if not field.one_row_per_request or lane.plan.reference is None:
         return want
     firsts = [owners.index(b) if b in owners else 0 for b in range(lane.bucket)]

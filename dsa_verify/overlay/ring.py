@@ -111,7 +111,7 @@ class CaptureRing:
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
-        """What `save` needs, on the device."""
+        """Return what `save` needs, on the device."""
         return {"store": self._store, "cursor": self._cursor}
 
     @property
@@ -120,7 +120,7 @@ class CaptureRing:
         return self._frozen
 
     def save(self, store: torch.Tensor, cursor: torch.Tensor, folder: Path, *, found: str | None = None) -> Dump:
-        """As `dump`, from copies of `state` on the host."""
+        """Do as `dump`, from copies of `state` on the host."""
         return to_case(
             self._read(store, int(cursor)),
             get_system(self.system).name,

@@ -1,10 +1,10 @@
-"""From recorded rounds to a case file: pages and requests renumbered, the latest rounds that fit, and a list of what a
-case cannot say.
+"""This module turns recorded rounds into a case file: it renumbers pages and requests, keeps the latest rounds that
+fit, and lists what a case cannot say.
 
 A case names requests, and says of each whether it moved to other pages; the page ids themselves follow from that
-(rounds.py). So a request whose pages are not those it was last seen on is a remap, and everything about page ids that
-is more than that is counted as not representable: pages that two requests share, slots that do not lie as their page
-says. What is in the file names no page, slot or request row of the server.
+(contract/round_table.py). So a request whose pages are not those it was last seen on is a remap, and everything about
+page ids that is more than that is counted as not representable: pages that two requests share, slots that do not lie
+as their page says. What is in the file names no page, slot or request row of the server.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Dump:
     path: Path | None = None
 
     def written_to(self, folder: Path) -> Dump:
-        """The same, with the case in `folder` under a name that its text determines."""
+        """Write the case to `folder` under a name that its text determines, and return the dump with its path."""
         folder.mkdir(parents=True, exist_ok=True)
         digest = hashlib.sha256(self.text.encode()).hexdigest()[:8]
         path = folder / f"captured-{self.scenario.system}-{digest}.json"
@@ -122,7 +122,7 @@ def to_case(
 
 
 def _why_unusable(each: Recorded, system: str, geometry: Geometry) -> str | None:
-    """Why no case can hold this round; None if one can."""
+    """Say why no case can hold this round; None if one can."""
     for length in each.seq_lens:
         if not 0 <= length <= geometry.context:
             return f"a length outside 0..context {geometry.context}"
@@ -175,7 +175,7 @@ class _Names:
         return self._names.setdefault(request, len(self._names) + 1)
 
     def has_moved(self, request: int, pages: tuple[int, ...]) -> bool:
-        """Whether any of its first pages is another one than when it was seen before; remembers these."""
+        """Return whether any of its first pages is another one than when it was seen before, and remember these."""
         before = self._pages.get(request, ())
         common = min(len(before), len(pages))
         moved = before[:common] != pages[:common]
@@ -204,7 +204,7 @@ def _round(each: Recorded, system: str, geometry: Geometry, names: _Names) -> Ro
 
 
 def _lost(recorded: Sequence[Recorded]) -> list[str]:
-    """What a case cannot say of these rounds, with counts."""
+    """Return what a case cannot say of these rounds, with counts."""
     broken, misplaced = sum(each.broken for each in recorded), sum(each.misplaced for each in recorded)
     shared = sum(_shared_pages(each) for each in recorded)
     live_pads = sum(1 for each in recorded for request in each.requests if request == PAD_REQUEST)

@@ -61,7 +61,7 @@ class Setup:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Shared:
-    """What all buckets of an overlay share on its device. `kept`: the ring on its way to the host."""
+    """All buckets of an overlay share this on its device. `kept`: the ring on its way to the host."""
 
     stream: OwnStream
     facts: Facts
@@ -99,5 +99,5 @@ class Shared:
             self.kept.ask()
 
     def kept_is_there(self, *, wait: bool) -> bool:
-        """Whether nothing of the ring is under way."""
+        """Return whether nothing of the ring is under way."""
         return self.kept is None or not self.kept.asked or self.kept.ready(wait=wait)

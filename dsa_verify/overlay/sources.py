@@ -77,7 +77,7 @@ class Sources:
         return next(iter(self.bound.values())).device
 
     def tensors(self, source: Any) -> list[Any]:
-        """What is there now, in the order of `names`; `moved` refuses what is no tensor."""
+        """Return what is there now, in the order of `names`; `moved` refuses what is not a tensor."""
         if self._keys is not None:
             if type(source) is dict:
                 return [source.get(key) for key in self._keys]
@@ -86,7 +86,7 @@ class Sources:
         return [_at(source, each.path) for each in self._wanted]
 
     def moved(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether any tensor is not where it was bound; UsageError if something is not there, or is no tensor."""
+        """Return whether any tensor is not where it was bound. UsageError if one is missing or is not a tensor."""
         try:
             return [tensor.data_ptr() for tensor in tensors] != self._pointers
         except AttributeError:
@@ -106,13 +106,13 @@ class Sources:
             )
 
     def changes(self, tensors: list[torch.Tensor]) -> dict[str, str]:
-        """By name, how a tensor is not what was bound, in words."""
+        """Say in words, by name, how a tensor is not what was bound."""
         pairs = zip(self.names, tensors, strict=True)
         found = {name: self._identities[name].change_to(Identity.of(tensor)) for name, tensor in pairs}
         return {name: change for name, change in found.items() if change}
 
     def checked(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """By name, the part that is used; UsageError lists every tensor that cannot be it."""
+        """Return the part of each tensor that is used, by name. UsageError lists every tensor that cannot be it."""
         pairs = list(zip(self._wanted, tensors, strict=True))
         wrong = [f"{each.name} {reason}" for each, tensor in pairs if (reason := each.wrong(tensor)) is not None]
         devices = {tensor.device for tensor in tensors}

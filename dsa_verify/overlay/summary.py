@@ -45,7 +45,7 @@ class Summary:
 
     @property
     def clean(self) -> bool:
-        """Whether every check that was due took place and found nothing, and there was one."""
+        """True if there was a check, every check that was due took place, and none found anything."""
         return bool(self.checked) and not (self.mismatches or self.address_changes or self.could_not_run)
 
     @property
@@ -57,7 +57,7 @@ class Summary:
 
     @property
     def verdict(self) -> str:
-        """In a few words; "all equal" only if `clean`."""
+        """The verdict in a few words; "all equal" only if `clean`."""
         if self.mismatches or self.address_changes:
             return f"{self.mismatches} mismatches"
         if not self.checked:
@@ -83,7 +83,7 @@ class Summary:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; `batches` becomes a list of {"raw_batch", "bucket", "checks"}."""
+        """Return the summary for JSON; `batches` becomes a list of {"raw_batch", "bucket", "checks"}."""
         batches = [
             {"raw_batch": raw, "bucket": bucket, "checks": checks} for (raw, bucket), checks in self.batches.items()
         ]
@@ -100,7 +100,7 @@ def _batches_text(batches: Mapping[tuple[int, int], int]) -> str:
 
 
 class Reasons:
-    """Why checks could not run: at most MAX_REASONS texts, and how often each."""
+    """Reasons why checks could not run: at most MAX_REASONS texts, and how often each occurred."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()

@@ -78,7 +78,7 @@ _report: TextIO | None = None
 
 
 def report_stream() -> TextIO | None:
-    """Where a report goes, whatever sys.stdout is by now; None outside `lasting_streams`: wherever that is."""
+    """Return where a report goes, whatever sys.stdout is by now; None, for sys.stdout, outside `lasting_streams`."""
     return _report
 
 

@@ -1,4 +1,4 @@
-"""What a person reads: a progress bar on a terminal, plain lines elsewhere, and the verdict last."""
+"""The terminal shows a person a progress bar, or plain lines where there is no terminal, and the verdict last."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ _FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """How a child ended. `code`: its exit status, or the negative number of a signal. `verdict`: what it handed back.
-    `silent_s`: how long it may have made no progress, being killed for more; 0 if it was not. `stack`: what its
+    """A child ended like this. `code`: its exit status, or the negative number of a signal. `verdict`: what it handed
+    back. `silent_s`: how long it may have made no progress, being killed for more; 0 if it was not. `stack`: what its
     threads were doing then, or when a signal ended it, as faulthandler writes it. `told`: the signal that told both to
     end, if one did. `lingered`: killed because it did not end after its verdict."""
 
@@ -55,7 +55,7 @@ class End:
 
 
 def can_supervise() -> bool:
-    """Whether this process may be forked: it must have one thread, no torch yet, and the calls that this needs."""
+    """Return whether this process may be forked: it has one thread, no torch yet, and the calls that are needed."""
     if "torch" in sys.modules or not all(hasattr(os, name) for name in ("fork", "memfd_create")):
         return False
     return hasattr(signal, "sigtimedwait") and len(list(Path("/proc/self/task").glob("*"))) == 1
@@ -98,7 +98,7 @@ def supervise(
 
 
 def deliver(status: int, pid: int) -> None:
-    """In child `pid`, once all is said: hand `status` back, and end. Threads that still run do not keep it."""
+    """Hand `status` back and end, in child `pid`, once all is said. Threads that still run do not keep it."""
     record = progress.current()
     if os.getpid() != pid:
         record.end_copy(*(record.slots[slot] for slot in (progress.STAGE, progress.BUCKET, progress.ROUND)))
@@ -198,11 +198,11 @@ class _Watch:
             os.kill(self._pid, got.si_signo)
 
     def _sign(self) -> bytes:
-        """What any progress changes."""
+        """Return what any progress changes."""
         return bytes(self._record.slots[: progress.VERDICT])
 
     def _limit_s(self) -> float | None:
-        """For how long the present stage may show no progress. Work of the verifier itself takes what it takes."""
+        """Return for how long the present stage may show no progress. Work of the verifier itself has no limit."""
         stage = self._record.slots[progress.STAGE]
         if not self._timeout_s or not (stage in progress.OF_THE_SUBJECT or stage in (progress.IMPORT, progress.DEVICE)):
             return None

@@ -35,8 +35,10 @@ _CALLERS: Final = frozenset({"_replay_subject", "_other_work", "_open_subject", 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What an end comes to: an exit status, a sentence, what the subject was doing (innermost call first), and the
-    case, which ends with the round that ran; None if nothing was open. `diagnosis`: None if it is no finding."""
+    """An end comes to an exit status, a sentence, what the subject was doing (innermost call first), and a case.
+
+    The case ends with the round that ran; it is None if nothing was open. `diagnosis` is None if it is not a finding.
+    """
 
     status: int
     sentence: str
@@ -48,7 +50,7 @@ class Told:
     round: int | None = None
 
     def finding(self) -> Finding | None:
-        """Without its case; None if it is none, or of nobody."""
+        """Return the finding without its case; None if it is not a finding, or nobody's."""
         if self.diagnosis is None or self.scenario is None:
             return None
         return Finding(
@@ -62,24 +64,24 @@ class Told:
         )
 
     def lines(self) -> list[str]:
-        """What the subject was doing."""
+        """The lines that say what the subject was doing."""
         more = [f"and {len(self.stack) - SHOWN_FRAMES} more"] if len(self.stack) > SHOWN_FRAMES else []
         return [f"in {call}" for call in self.stack[:SHOWN_FRAMES]] + more
 
     @property
     def stem(self) -> str:
-        """What the file of the case begins with."""
+        """The text that the name of the case file begins with."""
         assert self.scenario is not None
         return f"{self.scenario.system}-{'no-verdict' if self.diagnosis is None else self.diagnosis.value}"
 
     def command(self, path: Path) -> str:
-        """What replays the case at `path`."""
+        """Return the command that replays the case at `path`."""
         subject = self.scenario.subject if self.scenario is not None else None
         return shlex.join(["dsa-verify", "replay", str(path), *subject_options(subject), *self.options])
 
 
 def tell(end: End) -> Told | None:
-    """What there is to say of `end`; None if its verdict arrived and nothing is to be added to it."""
+    """Return what there is to say of `end`; None if its verdict arrived and nothing is to be added to it."""
     slots = end.progress.slots
     if slots[progress.COPIES]:
         stage, bucket, round_ = (

@@ -1,4 +1,4 @@
-"""Runs: what the command line and the pytest plugin both do with a system: the matrix, or given cases, to a result."""
+"""The runner does what the command line and the pytest plugin both need: it runs the matrix or cases to a result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Subject = str | SubjectFactory | None
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How one configuration or case ended."""
+    """One configuration or case ended like this."""
 
     name: str
     findings: tuple[Finding, ...]
@@ -71,11 +71,11 @@ class Run:
 
     @property
     def flaky(self) -> bool:
-        """Whether every finding is a flaky one."""
+        """True if there are findings and all of them are flaky."""
         return bool(self.findings) and all(f.diagnosis is Diagnosis.FLAKY for f in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: the counts flat beside the rest."""
+        """Return the result for JSON, with the counts flat beside the rest."""
         rate = self.counts.rounds_checked / self.wall_s if self.wall_s else 0.0
         return {
             "schema": RESULT_SCHEMA,

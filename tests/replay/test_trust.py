@@ -221,9 +221,9 @@ def test_what_is_no_case_file_is_not_opened(no_cases: dict[Path, str]) -> None:
 
 
 def test_what_is_no_case_file_is_refused_before_torch_is_imported(no_cases: dict[Path, str]) -> None:
-    code = "import sys\nfrom dsa_verify.cli import main as cli\n"
+    code = "import sys\nfrom dsa_verify.cli.main import main\n"
     code += "for path in sys.argv[1:]:\n    sys.argv = ['dsa-verify', 'replay', path]\n"
-    code += "    try: cli.main()\n    except SystemExit as end: assert end.code == 2, end.code\n"
+    code += "    try: main()\n    except SystemExit as end: assert end.code == 2, end.code\n"
     code += "assert not {'torch', 'triton', 'numpy'} & set(sys.modules), 'imported something heavy'"
     done = subprocess.run([sys.executable, "-c", code, *no_cases], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
