@@ -1,4 +1,4 @@
-"""What decode, target-verify and draft-extend have in common: the constants, the tables and two formulas.
+"""Decode, target-verify and draft-extend have this in common: the constants, the tables and two formulas.
 
 Every function but `write_constants` may be captured in a CUDA graph: shapes are fixed, nothing synchronises, nothing
 is copied from the host, and each writes into a tensor that exists. The buffers are those of `Layout.for_oracle()`:

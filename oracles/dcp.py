@@ -31,7 +31,7 @@ def virtual(rows: torch.Tensor, rank: int, size: int, block: int = 1) -> torch.T
 
 
 def local_lengths(lengths: torch.Tensor, rank: int, size: int, block: int = 1) -> torch.Tensor:
-    """How many of the first `lengths` positions `rank` owns (contract 8.1)."""
+    """Return how many of the first `lengths` positions `rank` owns (contract 8.1)."""
     cycle = size * block
     return lengths.floor_divide(cycle) * block + (lengths.remainder(cycle) - rank * block).clamp(0, block)
 
@@ -39,7 +39,7 @@ def local_lengths(lengths: torch.Tensor, rank: int, size: int, block: int = 1) -
 def local_range_lengths(
     starts: torch.Tensor, lengths: torch.Tensor, rank: int, size: int, block: int = 1
 ) -> torch.Tensor:
-    """How many of the positions [start, start + length) `rank` owns (contract 8.1)."""
+    """Return how many of the positions [start, start + length) `rank` owns (contract 8.1)."""
     return local_lengths(starts + lengths, rank, size, block) - local_lengths(starts, rank, size, block)
 
 
@@ -67,8 +67,10 @@ def write_shard(
 
 
 def localize(selection: torch.Tensor, rank: int, size: int, block: int = 1) -> torch.Tensor:
-    """Where `rank` stores each selected virtual slot, -1 where it does not or nothing is selected; positions are kept
-    (contract 8.3, the form of the pull request)."""
+    """Return where `rank` stores each selected virtual slot, -1 where it does not or none is selected.
+
+    Positions are kept (contract 8.3, the form of the pull request).
+    """
     owned = _owned(selection, rank, size, block)
     return torch.where(owned, local(selection, size, block), NONE)
 
@@ -186,7 +188,7 @@ class DcpOracle:
                 buffers[f"rank{rank}_kv_pool"].zero_()
 
     def before_replay(self) -> None:
-        """Nothing: everything is in the graph."""
+        """Do nothing: everything is in the graph."""
 
     def in_graph(self) -> None:
         for rank in range(self._geometry.dcp_size):

@@ -20,7 +20,7 @@ class DecodeOracle:
         self._indexer = IndexerOracle(geometry, inputs, buffers) if geometry.indexer else None
 
     def before_replay(self) -> None:
-        """Nothing: everything is in the graph."""
+        """Do nothing: everything is in the graph."""
 
     def in_graph(self) -> None:
         """`dsa_seqlens_expanded` and `paged_mqa_ctx_lens_2d` are views of the cache lengths (contract 1.1)."""

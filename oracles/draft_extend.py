@@ -29,7 +29,7 @@ class DraftExtendOracle:
         self._row_ordinals = torch.arange(1, count + 1, dtype=torch.int64, device=inputs.seq_lens.device)
 
     def before_replay(self) -> None:
-        """Nothing: everything is in the graph."""
+        """Do nothing: everything is in the graph."""
 
     def in_graph(self) -> None:
         """Row i of request b sees max(seq[b] - qo[b] + i + 1, 0) tokens (contract 1.3)."""

@@ -20,7 +20,7 @@ class MtpOracle:
             oracle.allocate(geometry, inputs, destination_buffers(buffers, step))
 
     def before_replay(self) -> None:
-        """Nothing: everything is in the graph."""
+        """Do nothing: everything is in the graph."""
 
     def in_graph(self) -> None:
         """All steps see the same lengths; there is no shift from step to step (contract 2.3)."""

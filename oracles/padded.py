@@ -41,7 +41,7 @@ class PaddedOracle:
         self._topk = torch.arange(geometry.topk, device=device)
 
     def before_replay(self) -> None:
-        """Nothing: everything is in the graph."""
+        """Do nothing: everything is in the graph."""
 
     def in_graph(self) -> None:
         """All values are int64 until they are stored."""
@@ -113,7 +113,7 @@ class PaddedOracle:
         self._store_padded("c128_page_indices", torch.where(index < groups[:, None], entries, -1))
 
     def _write_full_positions(self, name: str, pages: torch.Tensor, ratio: int) -> None:
-        """What stands in for an indexer that is skipped: the first positions of all."""
+        """Write what stands in for an indexer that is skipped: the first positions of all."""
         lengths = self._buffers[f"{name}_sparse_lengths"]
         entries = self._entries(pages, ratio)[:, : self._geometry.topk]
         index = self._topk[: entries.shape[1]]

@@ -30,7 +30,7 @@ class RaggedVerifyOracle:
         self._row_ordinals = torch.arange(1, count + 1, dtype=torch.int64, device=inputs.seq_lens.device)
 
     def before_replay(self) -> None:
-        """Nothing: everything is in the graph."""
+        """Do nothing: everything is in the graph."""
 
     def in_graph(self) -> None:
         """Row i of request b sees seq[b] + i + 1 tokens; the request counts seq[b] + its padded length (contract 9)."""

@@ -25,7 +25,7 @@ UINT32_MAX = (1 << 32) - 1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Work:
-    """Of each request, or of each token where indices are given (0 where it does not start a unit): int64 [rows].
+    """The work of each request, or of each token where indices are given (0 where it starts no unit): int64 [rows].
 
     `segments`: kv splits of a unit. `cost`: of one tile. `units`: units that a request takes up in order, one after
     the other; `step`: how far the first column advances by a request.
@@ -83,7 +83,7 @@ def schedule(
 
 
 def _cuts(placement: Placement, total: torch.Tensor, slots: int) -> torch.Tensor:
-    """Where each of `slots` starts in `total`, and where the last one ends: int64 [slots + 1]."""
+    """Return where each of `slots` starts in `total`, and where the last one ends: int64 [slots + 1]."""
     slot = torch.arange(slots + 1, dtype=torch.int64, device=total.device)
     each, left_over = total // slots, total % slots
     if placement is Placement.LEAD:

@@ -23,7 +23,7 @@ class TargetVerifyOracle:
         self._steps = torch.arange(1, geometry.draft_tokens + 1, dtype=torch.int32, device=inputs.seq_lens.device)
 
     def before_replay(self) -> None:
-        """Nothing: everything is in the graph."""
+        """Do nothing: everything is in the graph."""
 
     def in_graph(self) -> None:
         """Row b * N + i sees seq[b] + i + 1 tokens, while the request as a whole counts seq[b] + N (contract 1.2)."""

@@ -20,7 +20,7 @@ class _RealSchedules(IndexerMetadata):
 
 
 class DeepGemmVerify(TargetVerify):
-    """As `triton`, with `deep_gemm.get_paged_mqa_logits_metadata` as the builder of every schedule.
+    """This does as `triton`, with `deep_gemm.get_paged_mqa_logits_metadata` as the builder of every schedule.
 
     UsageError without a CUDA device, without the package, without an indexer in the geometry, or if the installed
     release builds another variant than `geometry.schedule`, which the oracle follows.

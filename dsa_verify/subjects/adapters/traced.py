@@ -29,7 +29,7 @@ def toolchain() -> dict[str, str]:
 
 
 def capability() -> str:
-    """What kernels run on in this process: "sm90" and the like, or "interpreted"."""
+    """Return what kernels run on in this process: "sm90" and the like, or "interpreted"."""
     if os.environ.get(INTERPRET, "0") not in ("", "0") or not torch.cuda.is_available():
         return "interpreted"
     major, minor = torch.cuda.get_device_capability()

@@ -319,7 +319,7 @@ def get_fault(reference: str) -> tuple[Fault, str]:
 
 
 def brings_foreign_work(reference: str) -> bool:
-    """Whether the fault `NAME:FIELD` is in work between the replays, which its subject then declares."""
+    """Return whether the fault `NAME:FIELD` is in work between the replays, which its subject then declares."""
     return hasattr(get_fault(reference)[0].wrap, "foreign_work")
 
 

@@ -94,7 +94,7 @@ class WrongOnce(Wrapper):
 
 
 class IllegalAccess(Wrapper):
-    """On a GPU a kernel really writes beyond all memory; elsewhere the driver's error is raised in its words."""
+    """A kernel really writes beyond all memory on a GPU; elsewhere the driver's error is raised in its words."""
 
     def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
         super().allocate(geometry, inputs, buffers)

@@ -177,7 +177,7 @@ class OtherBucket(Wrapper):
 
 
 class OutputReplaced(Wrapper):
-    """From the second replay on, the consumer is handed a copy that the graph does not write."""
+    """The consumer is handed a copy that the graph does not write, from the second replay on."""
 
     def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
         self._copy: torch.Tensor | None = None

@@ -23,7 +23,7 @@ INTERPRETED_GROUP: Final = 64
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """How the tables of a launch are divided: `shares` programs to a row, each taking `block` columns at a time;
+    """The tables of a launch are divided like this: `shares` programs to a row, each taking `block` columns at a time;
     `workers` programs that take `group` requests at once."""
 
     block: int
@@ -33,7 +33,7 @@ class Division:
 
 
 def divide_tables(geometry: Geometry, batch: int, *, interpreted: bool) -> Division:
-    """For the tables of `batch` requests."""
+    """Divide the tables of `batch` requests."""
     block = max(min(COLUMN_BLOCK, triton.next_power_of_2(geometry.columns)), geometry.page_size)
     shares = max(1, min(-(-geometry.columns // block), TABLE_PROGRAMS // batch))
     if interpreted:

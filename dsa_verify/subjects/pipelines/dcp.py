@@ -223,8 +223,10 @@ def pack_prefix(
     send: torch.Tensor,
     place: Place,
 ) -> None:
-    """Into `send` int32 [capacity, words] what the rank has in its dense `pool` of each range, pad rows as zeros; rows
-    beyond are left."""
+    """Write into `send` int32 [capacity, words] what the rank has in its dense `pool` of each range, pad rows as zeros.
+
+    Rows beyond are left.
+    """
     _check_dense(pool=pool, send=send)
     words = pool.shape[1]
     pack_prefix_kernel[(len(requests),)](
@@ -266,8 +268,10 @@ def reorder(ranges: PrefixRanges, gathered: torch.Tensor, ordered: torch.Tensor)
 
 
 def kv_indices(prefix_lens: torch.Tensor, extend_lens: torch.Tensor, out: torch.Tensor) -> None:
-    """Into integer [capacity] `out`, for [prefix; extend] of each request in turn, the row of a buffer that holds all
-    prefixes first and all extends after them (`dcp_kv_indices`)."""
+    """Write into integer [capacity] `out`, for [prefix; extend] of each request in turn, the row of a buffer.
+
+    The buffer holds all prefixes first and all extends after them (`dcp_kv_indices`).
+    """
     _check_dense(out=out)
     kv_indices_kernel[(len(prefix_lens),)](
         prefix_lens.cumsum(0), extend_lens.cumsum(0), out, len(prefix_lens), COLUMNS=INDEX_BLOCK
@@ -296,7 +300,7 @@ class Dcp:
         self._merge()
 
     def _share(self, place: Place) -> None:
-        """What one rank does by itself."""
+        """Do what one rank does by itself."""
         self._write(place)
         self._localize(place)
         self._shard(place)

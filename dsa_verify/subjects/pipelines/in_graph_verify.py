@@ -1,5 +1,5 @@
-"""In-graph verify: who may have its target-verify metadata recorded in the graph, and which input buffers such a graph
-may be replayed with (contract 6).
+"""In-graph verify decides who may have its target-verify metadata recorded in the graph, and which input buffers such a
+graph may be replayed with (contract 6).
 
 `InGraphVerify` is the engine's side of it, for all captured batch sizes. A graph that refreshes its own metadata reads
 the buffers it was captured with, whatever it is handed later: so their identity is published at capture and compared
@@ -36,7 +36,7 @@ class StaticBufferError(ReplayError, RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """What an engine was started with, as far as in-graph verify depends on it.
+    """An engine was started with these, as far as in-graph verify depends on them.
 
     `enabled`: the flag that asks for it. `platform`: cuda or hip. `dcp_size`: ranks of decode context parallelism.
     `pooled_fusion`: whether the fused kernels serve a pooled indexer. `decode_implementation`: the attention kernels.
@@ -94,7 +94,7 @@ class Facts:
 
 
 def ineligibility(facts: Facts) -> str | None:
-    """Why the metadata of `facts.bs` stays out of the graph, in a sentence; None if it may be recorded (contract 6)."""
+    """Say why the metadata of `facts.bs` stays out of the graph; None if it may be recorded (contract 6)."""
     engine, bs, n = facts.engine, facts.bs, facts.draft_tokens
     per_request = facts.architecture == 100 and n >= 2
     conditions = (
@@ -122,7 +122,7 @@ def ineligibility(facts: Facts) -> str | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Identity:
-    """Where a static input lies: what a graph has recorded of it besides its dtype. `stride`: in elements."""
+    """An identity says where a static input lies; a graph has recorded it and the dtype. `stride`: in elements."""
 
     address: int
     stride: int
@@ -132,7 +132,7 @@ class Identity:
         return cls(tensor.data_ptr(), tensor.stride(0))
 
     def change_to(self, other: Identity) -> str:
-        """What differs, in words, captured value first; empty if nothing does."""
+        """Say in words what differs, captured value first; empty if nothing does."""
         changes = []
         if self.address != other.address:
             changes.append(f"address {self.address:#x} became {other.address:#x}")
@@ -143,7 +143,7 @@ class Identity:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionFlags:
-    """What the engine had decided of the attention kernels when it captured; a replay needs the same."""
+    """The engine had decided this of the attention kernels when it captured; a replay needs the same."""
 
     use_mha: bool = False
     prefill_implementation: str = "flashmla_sparse"
@@ -151,7 +151,7 @@ class AttentionFlags:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedState:
-    """What a successful capture leaves. `residual`: the eager work before each replay, if any (contract 3.7)."""
+    """A successful capture leaves this. `residual`: the eager work before each replay, if any (contract 3.7)."""
 
     work: VerifyWork
     seq_lens: Identity
@@ -169,8 +169,8 @@ class CapturedMetadata:
 
 
 class VerifyWork(TargetVerify):
-    """What is recorded, in the order of contract 6: lengths and tables, the full schedule and top-k plan, then all that
-    belongs to pools. With `residual` the graph builds neither schedule. The geometry must have the indexer."""
+    """The work is recorded in the order of contract 6: lengths and tables, the full schedule and top-k plan, then all
+    that belongs to pools. With `residual` the graph builds neither schedule. The geometry must have the indexer."""
 
     def __init__(self, *, residual: bool = False):
         self._residual = residual
@@ -194,7 +194,7 @@ class VerifyWork(TargetVerify):
 
 
 class InGraphVerify:
-    """In-graph verify of every captured batch size: eligibility, capture, and what precedes a replay (contract 6).
+    """InGraphVerify serves every captured batch size: eligibility, capture, what precedes a replay (contract 6).
 
     `req_to_token`: int32 [request rows, token columns], static. `metadata`: the record of each batch size, which the
     engine may replace. `attention`: the flags in force. `forward_metadata`: what the attention kernels read next.
@@ -254,8 +254,10 @@ class InGraphVerify:
         return graph
 
     def prepare(self, bs: int, seq_lens: torch.Tensor, req_pool_indices: torch.Tensor) -> PublishedState:
-        """For an engine that captures by itself: clears the state of `bs`, and fixes all addresses of the next one. Its
-        `work.in_graph` is then called at the head of the captured body; `publish` follows a capture that succeeded."""
+        """Clear the state of `bs` and fix all addresses of the next one, for an engine that captures by itself.
+
+        Its `work.in_graph` is then called at the head of the captured body; `publish` follows a capture that succeeded.
+        """
         self._clear(bs)
         record, work = self._record(bs), VerifyWork(residual=self._residual)
         self._recorded.append(work)
@@ -273,7 +275,7 @@ class InGraphVerify:
         self._record(bs).state = state
 
     def before_replay(self, bs: int, seq_lens: torch.Tensor, req_pool_indices: torch.Tensor) -> None:
-        """What must precede a replay of `bs`: the whole refresh where nothing is published, else the residual alone.
+        """Do what must precede a replay of `bs`: the whole refresh where nothing is published, else the residual alone.
 
         In the second case what is captured holds the previous replay's values until the graph replays. Both inputs must
         then be the static buffers, or views that start where they do with the same stride; StaticBufferError if not:

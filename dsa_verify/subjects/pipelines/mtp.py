@@ -112,7 +112,7 @@ class Destination:
 
 
 def sibling_refusal(source: Destination, destination: Destination) -> str | None:
-    """Why `destination` may not be copied from `source` and must be recomputed; None if it may (contract 2.4)."""
+    """Say why `destination` may not be copied from `source` and must be recomputed; None if it may (contract 2.4)."""
     if source is destination:
         return "source and destination are the same backend"
     for each in (source, destination):
@@ -135,7 +135,7 @@ def sibling_refusal(source: Destination, destination: Destination) -> str | None
 
 
 class _Steps:
-    """What all arrangements share: a decode refresh and an indexer for each destination, and the constants."""
+    """All arrangements share this: a decode refresh and an indexer for each destination, and the constants."""
 
     name = "triton"
 

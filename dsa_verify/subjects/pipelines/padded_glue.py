@@ -22,7 +22,7 @@ class Glued(Padded):
         return Route.EAGER if raw_batch == 0 or (padded and generic) else Route.GLUE
 
     def glue_conditions(self, raw_batch: int) -> GlueConditions:
-        """What the route depends on, as this engine was started."""
+        """Return what the route depends on, as this engine was started."""
         preparation = {
             "decode": Preparation.GENERIC,
             "verify": Preparation.DSV4_TARGET_VERIFY,

@@ -18,7 +18,7 @@ _SHAPES = ["seq_stride", "request_stride", "token_stride", "location_stride", "r
 
 @triton.jit
 def _casual_lengths(seq, row, per_request, MODE: tl.constexpr):
-    """What each token row sees of its request, itself included; not positive in rows before the first token."""
+    """Return what each token row sees of its request, itself included; not positive in rows before the first token."""
     casual = seq
     if MODE == VERIFY or MODE == BLOCK:
         casual = seq + row % per_request + 1

@@ -1,4 +1,5 @@
-"""When target-verify refreshes what the indexer reads: the other three lives of a schedule (contract 3.4, 3.7).
+"""Target-verify refreshes at some time what the indexer reads; these are the other three lives of a schedule (contract
+3.4, 3.7).
 
 The first is everything in the graph (`basic.TargetVerify`). `ready_before_graph` names the fields that a consumer may
 read before the graph replays, and that the verifier therefore judges then as well.
@@ -41,7 +42,7 @@ class OutOfGraph(_WithIndexer):
 
 
 class Cached(OutOfGraph):
-    """As the published engine does it: schedules are built afresh, as at init, and copied into the captured ones."""
+    """This does as the published engine: schedules are built afresh, as at init, and copied into the captured ones."""
 
     name = "cached"
 

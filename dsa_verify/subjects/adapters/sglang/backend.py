@@ -52,7 +52,7 @@ _engines: WeakValueDictionary[tuple[Any, ...], Engine] = WeakValueDictionary()
 
 
 class BackendSubject:
-    """What the modes have in common. `forward_mode`: as SGLang calls it. `draft_worker`: whether the draft model's
+    """The modes have this in common. `forward_mode`: as SGLang calls it. `draft_worker`: whether the draft model's
     worker runs it, else the target model's."""
 
     name = "sglang:backend"
@@ -64,7 +64,7 @@ class BackendSubject:
 
     @classmethod
     def provenance(cls) -> Mapping[str, str]:
-        """As `wheel.provenance`, and what stood in for a package, a device or a kernel."""
+        """Return as `wheel.provenance`, and what stood in for a package, a device or a kernel."""
         cpu = capability() == "interpreted"
         with importable(cpu=cpu):
             found = wheel.provenance(*cls.modules)
@@ -98,7 +98,7 @@ class BackendSubject:
         return [captured_record(leaf, self._layout.bucket) for leaf in leaves(self._engine.backend)]
 
     def in_graph(self) -> None:
-        """What the engine's graph records of metadata: nothing in this release."""
+        """Record what the engine's graph records of metadata: nothing in this release."""
         self._engine.record_in_graph(self._batch)
 
     def outputs(self) -> dict[str, torch.Tensor]:
@@ -158,7 +158,7 @@ class BackendSubject:
         return wheel.attribute(BACKEND, "DeepseekSparseAttnBackend")(runner)
 
     def _forward_batch(self, inputs: Inputs) -> Any:
-        """What the hooks read of the engine's batch."""
+        """Return what the hooks read of the engine's batch."""
         mode = getattr(wheel.attribute(FORWARD, "ForwardMode"), self.forward_mode)
         spec = None if inputs.accept_lens is None else SimpleNamespace(num_accept_tokens=inputs.accept_lens)
         return SimpleNamespace(
@@ -205,7 +205,7 @@ class DraftExtendBackend(BackendSubject):
 
 
 def record_names(fields: Iterable[str]) -> dict[str, str]:
-    """Where the record of the backend has some of `fields` under another name: the write plan has its own record."""
+    """Return the names under which the backend's record has some of `fields`: the write plan has its own record."""
     return {name: name.replace(WRITE_PLAN, "kpool_write_plan.") for name in fields if name.startswith(WRITE_PLAN)}
 
 
@@ -221,7 +221,7 @@ def _settings(geometry: Geometry) -> dict[str, object]:
 
 
 def _runner(geometry: Geometry, inputs: Inputs, *, draft_worker: bool) -> Any:
-    """What the backend reads of the model runner: a model's sizes, two pools, and which worker this is."""
+    """Return what the backend reads of the model runner: a model's sizes, two pools, and which worker this is."""
     pooled = geometry.pool_size > 1
     config = SimpleNamespace(
         architectures=[POOLED_MODEL if pooled else MODEL],
@@ -276,7 +276,7 @@ def _check_schedules(geometry: Geometry, device: torch.device) -> None:
 
 
 def _guards(geometry: Geometry) -> list[tuple[Any, str, Any]]:
-    """On a device: DeepGEMM is never given a batch of which all is empty, where that would lose the process."""
+    """Guard a device: DeepGEMM is never given a batch of which all is empty, where that would lose the process."""
     backend = wheel.require(BACKEND)
     if geometry.architecture != 90:
         return []

@@ -1,4 +1,4 @@
-"""What has to be around an attention backend of SGLang while it is made and while one of its hooks runs: the server's
+"""An attention backend of SGLang needs this around it while it is made and while one of its hooks runs: the server's
 settings, stand-ins for what is not there, inputs as an engine holds them."""
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Engine:
                 self.backend.init_cuda_graph_state(batch, rows)
 
     def takes(self, bucket: int) -> bool:
-        """Whether this batch size can be captured in it yet."""
+        """Return whether this batch size can be captured in it yet."""
         return bucket <= self._most and bucket not in self._captured
 
     def refresh(self, batch: Any, *, in_capture: bool) -> None:
@@ -91,7 +91,7 @@ def leaves(backend: Any) -> list[Any]:
 
 
 def captured_record(leaf: Any, bucket: int) -> Any:
-    """What `leaf` leaves for its layers; UsageError if that is not what a graph of `bucket` captured."""
+    """Return what `leaf` leaves for its layers. UsageError if that is not what a graph of `bucket` captured."""
     record = leaf.forward_metadata
     if record is not leaf.decode_cuda_graph_metadata.get(bucket):
         raise UsageError(

@@ -81,7 +81,7 @@ class MtpBackend(BackendSubject):
         return make(runner, topk=TREE_WIDTH, speculative_num_steps=geometry.draft_steps)
 
     def _source(self) -> dict[str, Any]:
-        """By the name of the draft step in the layout."""
+        """Return the source by the name of the draft step in the layout."""
         return {destination_prefix(step).rstrip("_"): record for step, record in enumerate(self._records)}
 
     def _names(self) -> dict[str, str]:

@@ -140,7 +140,7 @@ class PaddedBackend(BackendSubject):
                 )
 
     def _check_device(self, geometry: Geometry, device: torch.device) -> None:
-        """Nothing of the layout depends on the device."""
+        """Accept any device: nothing of the layout depends on it."""
 
     def _new_engine(self, geometry: Geometry, inputs: Inputs) -> Engine:
         cpu = inputs.seq_lens.device.type == "cpu"
@@ -205,7 +205,7 @@ def _why_not(name: str, mode: str) -> str | None:
 
 
 def _runner(geometry: Geometry, inputs: Inputs) -> Any:
-    """What the backend reads of the model runner."""
+    """Return what the backend reads of the model runner."""
     mode = geometry.padded_mode
     return SimpleNamespace(
         device=str(inputs.seq_lens.device),
@@ -244,7 +244,7 @@ def _pool(geometry: Geometry, inputs: Inputs) -> Any:
 
 
 def _changes(*, cpu: bool) -> list[tuple[Any, str, Any]]:
-    """What is left out; and on a CPU kernels instead of their forms in torch, which SGLang takes for CPU tensors."""
+    """Return what is left out, and on a CPU kernels instead of the torch forms that SGLang takes for CPU tensors."""
     left_out = [(wheel.require(BACKEND), "create_paged_compressor_data", _nothing)]
     if not cpu:
         return left_out
@@ -257,4 +257,4 @@ def _changes(*, cpu: bool) -> list[tuple[Any, str, Any]]:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """What is left out."""
+    """Stand for what is left out."""

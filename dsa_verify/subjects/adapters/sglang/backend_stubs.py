@@ -173,7 +173,7 @@ class _Nothing(metaclass=_Anything):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        """Where the real pydantic builds a schema of a class that another stand-in gave."""
+        """Answer the real pydantic, which builds a schema of a class that another stand-in gave."""
         return importlib.import_module("pydantic_core").core_schema.any_schema()
 
     def __getattr__(self, name: str) -> Any:
@@ -196,8 +196,11 @@ def _anything(name: str) -> type:
 
 
 def cpu_answers(geometry: Geometry) -> list[tuple[Any, str, Any]]:
-    """What `replaced` sets so that the backend takes its CUDA path over CPU tensors: which machine this is, and what
-    its CUDA kernels compute. When the backend calls them, and into which buffers it puts the results, is its own."""
+    """Return what `replaced` sets so that the backend takes its CUDA path over CPU tensors.
+
+    That is which machine this is, and what its CUDA kernels compute. When the backend calls them, and into which
+    buffers it puts the results, is its own.
+    """
     backend, manager, kpool_plan = (wheel.require(name) for name in (BACKEND, MANAGER, KPOOL_PLAN))
     copies, capability = wheel.require(COPIES), (geometry.architecture // 10, 0)
     builder = SimpleNamespace(

@@ -26,7 +26,7 @@ POOLED_KERNELS: Final = "sglang.kernels.ops.attention.dsa.kpool_metadata"
 
 
 class _Fused:
-    """What the three modes have in common. `function` is that of pool size 1, `pooled_module` and `function` + "_kpool"
+    """The three modes have this in common. `function` is that of pool size 1, `pooled_module` and `function` + "_kpool"
     that of the others."""
 
     name = "sglang"
@@ -64,7 +64,7 @@ class _Fused:
             self._kpool.refresh()
 
     def in_graph(self) -> None:
-        """Nothing: this release refreshes all of its metadata before the graph replays (contract 1.4)."""
+        """Do nothing: this release refreshes all of its metadata before the graph replays (contract 1.4)."""
 
     def _arguments(self) -> dict[str, Any]:
         """The arguments that all three functions have. The tables are those of the layout, which an engine has wider

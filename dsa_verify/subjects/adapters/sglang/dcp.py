@@ -41,7 +41,7 @@ _OTHERS: Final = "this subject is another function of SGLang's"
 
 
 class _OneFunction:
-    """What the subjects have in common. `covers`: the fields that they give, those of a rank without `rank{r}_`.
+    """The subjects have this in common. `covers`: the fields that they give, those of a rank without `rank{r}_`.
     `modules`: of SGLang, what they call. `interleaves`: whether that takes an interleave block. `whole_lengths`:
     whether that goes as far as lengths do, whatever a table's width, which it is not told."""
 
@@ -81,7 +81,7 @@ class _OneFunction:
         raise NotImplementedError
 
     def before_replay(self) -> None:
-        """Nothing, but where a subclass says so."""
+        """Do nothing, unless a subclass says otherwise."""
 
     def in_graph(self) -> None:
         raise NotImplementedError
@@ -134,7 +134,7 @@ class RopeWrite(_Write):
 
 
 class NopeWrite(_Write):
-    """The same of rows without one, which another kernel stores.
+    """This stores rows without one, as another kernel does.
 
     That kernel stores at virtual slots, D times as far as a rank's rows go: the pools lie in memory of their own that
     has room for it, so that what is wrong in them is seen and nothing else is overwritten.
@@ -155,7 +155,7 @@ class NopeWrite(_Write):
         return {**self._buffers, **{f"rank{rank}_kv_pool": self._pool(rank) for rank in self._ranks}}
 
     def explain(self, field: str, row: int, column: int, got: int, want: int) -> str | None:
-        """Whether what belongs there is at the number of its virtual slot."""
+        """Say whether what belongs there is at the number of its virtual slot."""
         rank = int(field.removeprefix("rank").partition("_")[0])
         virtual, rows = row * len(self._ranks) + rank, self._of(rank, "kv_pool").shape[0]
         if got == want or virtual == row or not want or int(self._rooms[rank][virtual, column]) != want:
@@ -188,7 +188,7 @@ class NopeWriteWithoutTriton(NopeWrite):
             )
 
     def in_graph(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 @contextlib.contextmanager
@@ -201,7 +201,7 @@ def as_rank(rank: int, size: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_triton(device: torch.device) -> Iterator[None]:
-    """On a CPU, where kernels are interpreted, SGLang takes its platform to have Triton; it would turn to torch."""
+    """Let SGLang take a CPU, where kernels are interpreted, to have Triton; it would turn to torch."""
     if device.type == "cuda":
         yield
         return
@@ -262,7 +262,7 @@ class Columns(_OneFunction):
         return slots
 
     def explain(self, field: str, row: int, column: int, got: int, want: int) -> str | None:
-        """Whether `got` is what dense positions would have had there."""
+        """Say whether `got` is what dense positions would have had there."""
         positions = self._inputs.selected_positions
         assert positions is not None
         width, (rows_apart, apart) = positions.shape[1], positions.stride()
@@ -276,8 +276,8 @@ class Columns(_OneFunction):
 
 
 class FarColumns(Columns):
-    """The same over a table whose rows lie as far apart as they do in the largest tables: the last one begins 2**31
-    entries behind the first.
+    """This gathers over a table whose rows lie as far apart as in the largest tables: the last one begins 2**31 entries
+    behind the first.
 
     The memory before the table is the subject's too, so that what a product of 32 bits reads is read there. On a CPU
     hardly any of it is touched, and what is not costs no memory.
@@ -291,7 +291,7 @@ class FarColumns(Columns):
         return self._room.as_strided((rows, columns), (self._row_stride, 1), INT32_ENTRIES)
 
     def explain(self, field: str, row: int, column: int, got: int, want: int) -> str | None:
-        """Whether `got` is what lies where a product of 32 bits leads."""
+        """Say whether `got` is what lies where a product of 32 bits leads."""
         assert self._inputs.selected_positions is not None
         position = int(self._inputs.selected_positions[row, column])
         start = row * self._row_stride
@@ -328,7 +328,7 @@ class FarColumnsOfExtend(FarColumns):
 
 
 class _DenseColumns(Columns):
-    """Of positions that lie densely, as an indexer leaves them."""
+    """This gathers positions that lie densely, as an indexer leaves them."""
 
     def _selected(self) -> torch.Tensor:
         assert self._inputs.selected_positions is not None
@@ -469,7 +469,7 @@ def _keep_in(parts: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor
 
 
 class Dcp(_OneFunction):
-    """What a decode step of a rope model under decode context parallelism calls, one function a field."""
+    """This calls what a decode step of a rope model under decode context parallelism calls, one function a field."""
 
     name = "sglang:dcp"
     covers = (

@@ -30,7 +30,7 @@ def is_plan(field: str) -> bool:
 
 
 def not_covered(layout: Layout, device: torch.device) -> dict[str, str]:
-    """By schedule and plan of `layout`, why it cannot be built on `device` by whom SGLang has it built."""
+    """Say for each schedule and plan of `layout` why it cannot be built on `device` by whom SGLang has it built."""
     reasons: dict[str, str] = {}
     for field in layout:
         why = why_no_schedule(device) if is_schedule(field.name) else None
@@ -42,7 +42,7 @@ def not_covered(layout: Layout, device: torch.device) -> dict[str, str]:
 
 @functools.cache
 def why_no_schedule(device: torch.device) -> str | None:
-    """Why DeepGEMM cannot be asked for schedules; None if it can."""
+    """Say why DeepGEMM cannot be asked for schedules; None if it can."""
     if device.type != "cuda":
         return f"DeepGEMM builds schedules on a CUDA device only, and this run is on {device.type}"
     try:
@@ -55,7 +55,7 @@ def why_no_schedule(device: torch.device) -> str | None:
 
 @functools.cache
 def why_no_plan(device: torch.device) -> str | None:
-    """Why SGLang's planner cannot be called; None if it can."""
+    """Say why SGLang's planner cannot be called; None if it can."""
     if device.type != "cuda":
         return f"SGLang plans the top-k on a CUDA device only, and this run is on {device.type}"
     try:
@@ -80,7 +80,7 @@ class Indexer:
             _check_variant(geometry, device)
 
     def builds(self, name: str) -> bool:
-        """Whether the field `name` is there and refreshed."""
+        """Return whether the field `name` is there and refreshed."""
         wanted = (is_schedule(name) and self._schedules) or (is_plan(name) and self._plans)
         return wanted and name in self._buffers
 

@@ -80,7 +80,7 @@ class _Mode:
 
 
 class _Restated:
-    """What the inherited methods of one draft step ask of the backend that they are part of."""
+    """The inherited methods of one draft step ask this of the backend that they are part of."""
 
     indexer: Indexer
     kpool: KPool | None
@@ -123,7 +123,7 @@ def _step_type() -> type:
 
 
 class _Steps:
-    """What both ways to refresh the steps have in common. Everything happens before the replay."""
+    """Both ways to refresh the steps have this in common. Everything happens before the replay."""
 
     name = "sglang"
     pooled_fusion = False  # whether pooled metadata comes from the fused kernel (contract 0.3), which decides the way
@@ -161,7 +161,7 @@ class _Steps:
         self.refresh(precomputed)
 
     def in_graph(self) -> None:
-        """Nothing: this release refreshes all of its metadata before the graph replays."""
+        """Do nothing: this release refreshes all of its metadata before the graph replays."""
 
     def refresh(self, precomputed: Any) -> None:
         raise NotImplementedError
@@ -290,7 +290,7 @@ def copy_to_one(source: Sequence[torch.Tensor | None], record: Any, batch: int, 
 
 
 def _real(record: Any, source: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """With a page size of 1 there is one table, and it is copied once."""
+    """Return the real table; with a page size of 1 there is one table, and it is copied once."""
     found: torch.Tensor | None = record.real_page_table if source[-1] is not None else None
     return found
 
@@ -363,7 +363,7 @@ def _metadata(target: Buffers, geometry: Geometry, built: Indexer | None = None)
 
 
 def _fill_at_capture(target: Buffers, built: Indexer) -> None:
-    """What capturing leaves behind: constants, and schedules and plans over the lengths at capture, all of them 1."""
+    """Write what capturing leaves: constants, and schedules and plans over the lengths at capture, all of them 1."""
     _fill_constants(target)
     lengths = torch.ones_like(target["cache_seqlens_int32"])
     for name in _BUILT_FIELDS:

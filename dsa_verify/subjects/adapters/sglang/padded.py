@@ -108,7 +108,7 @@ class Padded:
         return getattr(wheel.attribute(module, name), self.form)
 
     def before_replay(self) -> None:
-        """What the engine does before it replays: all of the draft side's but a block's window (contract 7.3)."""
+        """Do what the engine does before it replays: all of the draft side's but a block's window (contract 7.3)."""
         assert self._inputs.out_cache_loc is not None
         self._locations.copy_(self._inputs.out_cache_loc)
         if self._inputs.replay_floors is not None:
@@ -237,7 +237,7 @@ class Padded:
 
 
 class PaddedInTorch(Padded):
-    """The same functions in the form in torch that SGLang has for CPU tensors; the compressed lengths have none."""
+    """This calls the same functions in the torch form that SGLang has for CPU tensors; compressed lengths have none."""
 
     name = "sglang:padded_torch"
     form = "torch"

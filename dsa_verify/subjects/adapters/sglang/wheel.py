@@ -1,5 +1,5 @@
-"""Where SGLang's own code comes from: imports it when a subject needs it, says what is missing, and records what was
-imported, so that a result can be traced to the very files that gave it.
+"""This module imports SGLang's own code when a subject needs it, says what is missing, and records what was imported,
+so that a result can be traced to the very files that gave it.
 
 Nothing of SGLang is imported at start-up: an installation of it, or a laid-out tree of its wheel on PYTHONPATH, is
 looked for when a subject is made.
@@ -61,7 +61,7 @@ def require(module: str) -> ModuleType:
 
 
 def _former_place(module: str, missing: str) -> str | None:
-    """Where this release has `module`, of which it lacks `missing`; None if nowhere."""
+    """Return where this release has `module`, of which it lacks `missing`; None if nowhere."""
     for now, before in _FORMER_PLACES.items():
         if module.startswith(now) and (missing.startswith(now) or now.startswith(missing)):
             former = before + module.removeprefix(now)
@@ -165,7 +165,7 @@ def version() -> str:
 
 
 def provenance(*modules: str, files: Iterable[str] = ()) -> dict[str, str]:
-    """What a result must say about the SGLang it judged.
+    """Return what a result must say about the SGLang it judged.
 
     Keys: "sglang" (version), each of `modules` and of `files` (paths below SGLang's folder, "/" between parts) with the
     first digits of the sha256 of the file, "torch", "triton", and "capability": "sm90", or "interpreted" where kernels

@@ -42,7 +42,7 @@ _COVERED: Final = (
 
 
 class _Step:
-    """What the three modes have in common. `flatten`, `varlen`: how decode metadata is laid out; None: as vLLM decides
+    """The three modes have this in common. `flatten`, `varlen`: how decode metadata is laid out; None: as vLLM decides
     on this machine."""
 
     name = "vllm"
@@ -179,7 +179,7 @@ class _Step:
 
     @classmethod
     def _one_row_a_token(cls, geometry: Geometry) -> bool:
-        """Whether the decode metadata has a row for each query token, and not for each request."""
+        """Return whether the decode metadata has a row for each query token, and not for each request."""
         if cls.flatten is None and cls.varlen is None:
             return runner.decided_to_flatten(cls._drafts(geometry))
         return bool(cls.flatten or cls.varlen)
@@ -249,14 +249,14 @@ class DraftExtend(_Step):
 
 
 class DraftExtendVarlen(DraftExtend):
-    """The same by the kernel that asks the device for the queries."""
+    """This prepares the same by the kernel that asks the device for the queries."""
 
     name = "vllm:draft_extend_varlen"
     flatten, varlen = False, True
 
 
 class DraftExtendAdaptive(DraftExtend):
-    """The same where the host knows only the sum of the queries, as with adaptive verification."""
+    """This prepares the same where the host knows only the sum of the queries, as with adaptive verification."""
 
     name = "vllm:draft_extend_adaptive"
     adaptive = True

@@ -118,7 +118,7 @@ class Runner:
         return self._build(table, starts[: batch + 1], lengths, batch)
 
     def dummy_step(self, batch: int) -> Any:
-        """What vLLM prepares for a batch of no request: at capture, and where another rank has work."""
+        """Prepare what vLLM prepares for a batch of no request: at capture, and where another rank has work."""
         made = wheel.attribute(BATCH, "InputBatch").make_dummy(batch, batch * self._query, self.buffers)
         table = self.tables.get_dummy_block_tables(batch)[0]
         lengths = made.seq_lens_cpu_upper_bound.numpy()
@@ -194,7 +194,7 @@ def _starts(queries: Sequence[int], states: int) -> Starts:
 
 
 def _evenly(total: int, count: int) -> list[int]:
-    """As the host of an engine with adaptive verification shares the tokens out, for want of the right numbers."""
+    """Share the tokens out as the host of an engine with adaptive verification does, for want of the right numbers."""
     return [total // count + (row < total % count) for row in range(count)]
 
 
@@ -210,13 +210,13 @@ def no_schedules() -> Iterator[None]:
 
 
 def decided_to_flatten(drafts: int) -> bool:
-    """Whether vLLM lays out the decode metadata of `drafts` + 1 tokens a request by token rows on this machine."""
+    """Return whether vLLM lays out decode metadata of `drafts` + 1 tokens a request by token rows on this machine."""
     config = _config(1, 1, 1, drafts, adaptive=False)
     return bool(wheel.attribute(INDEXER, "_use_flattening")(config))
 
 
 def _config(most_length: int, requests: int, tokens: int, drafts: int, *, adaptive: bool) -> SimpleNamespace:
-    """As much of a VllmConfig as the builder reads."""
+    """Return as much of a VllmConfig as the builder reads."""
     speculative = SimpleNamespace(num_speculative_tokens=drafts, enable_adaptive_verification=adaptive)
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=requests, max_num_batched_tokens=tokens),

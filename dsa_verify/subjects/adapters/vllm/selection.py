@@ -20,7 +20,8 @@ TILES: Final = (128, 4096)  # fewest and most columns of a program
 
 
 class Selection:
-    """For `tokens` token rows. `request_of_token` int32 [tokens], `block_table` int32 [requests, blocks]: vLLM's own.
+    """A selection is for `tokens` token rows. `request_of_token` int32 [tokens] and `block_table` int32 [requests,
+    blocks] are vLLM's own.
 
     `every`: int32 [tokens, columns], the slot of each position of the row's request, -1 beyond its length. `counts`:
     int32 [tokens], how many of the row's selected positions are valid.

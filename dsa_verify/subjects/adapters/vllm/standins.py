@@ -72,12 +72,12 @@ def install(folder: Path) -> None:
 
 
 def on_cuda() -> bool:
-    """Whether kernels of this process run on a CUDA device."""
+    """Return whether kernels of this process run on a CUDA device."""
     return torch.cuda.is_available() and os.environ.get(INTERPRET, "0") in ("", "0")
 
 
 def installed() -> bool:
-    """Whether this process has stand-ins in place."""
+    """Return whether this process has stand-ins in place."""
     return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 
@@ -122,7 +122,7 @@ class _StandIn(ModuleType):
 
 
 class _Refusing(type):
-    """Of classes that stand for something: they are no more than names."""
+    """Classes that stand for something are no more than names."""
 
     def __getattr__(cls, name: str) -> type:
         if name.startswith("__"):

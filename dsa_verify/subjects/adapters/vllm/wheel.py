@@ -1,5 +1,5 @@
-"""Where vLLM's own code comes from: an installation of it, or files of its wheel on PYTHONPATH, beside stand-ins for
-what they ask of the rest (standins.py) where it is not installed or there is no GPU.
+"""vLLM's own code comes from an installation of it, or from files of its wheel on PYTHONPATH, beside stand-ins for what
+they ask of the rest (standins.py) where it is not installed or there is no GPU.
 
 Nothing of it is imported at start-up but when a subject needs it; what is missing is said, what was imported recorded.
 """
@@ -63,7 +63,7 @@ def version() -> str:
 
 
 def provenance(*modules: str) -> dict[str, str]:
-    """What a result must say about the vLLM it judged.
+    """Return what a result must say about the vLLM it judged.
 
     Keys: "vllm" (version), each of `modules` with the first digits of the sha256 of its file, "stand_ins" (which parts
     of vLLM were not vLLM's own, or "none"), "torch", "triton", "capability".
