@@ -30,7 +30,7 @@ def check_case(name: str | Path) -> Path:
     except OSError as error:
         raise cannot_be_read(path, error.strerror) from None
     if not stat.S_ISREG(found.st_mode):
-        raise cannot_be_read(path, _KINDS.get(stat.S_IFMT(found.st_mode), "it is no file"))
+        raise cannot_be_read(path, _KINDS.get(stat.S_IFMT(found.st_mode), "it is not a file"))
     if found.st_size > MAX_CASE_BYTES:
         raise UsageError(
             f"{path}: {found.st_size} bytes exceed {MAX_CASE_BYTES}, the most that a case file may have; "

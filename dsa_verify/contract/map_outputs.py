@@ -23,7 +23,7 @@ def map_outputs(source: Any, layout: Layout, names: Mapping[str, str] | None = N
     unknown = [name for name in names if name not in layout]
     if unknown:
         known = ", ".join(field.name for field in layout)
-        raise UsageError(f"names: {', '.join(unknown)} are no fields of {layout.system}; its fields are {known}")
+        raise UsageError(f"names: {', '.join(unknown)} are not fields of {layout.system}; its fields are {known}")
     found: dict[str, torch.Tensor] = {}
     missing = []
     for field in layout:

@@ -142,7 +142,7 @@ def not_covered(factory: SubjectFactory, layout: Layout, device: torch.device) -
     unknown = [name for name in found if name not in layout]
     if unknown:
         raise UsageError(
-            f"not_covered of {factory!r}: {', '.join(unknown)} are no fields of {layout.system}; its fields are "
+            f"not_covered of {factory!r}: {', '.join(unknown)} are not fields of {layout.system}; its fields are "
             f"{', '.join(field.name for field in layout)}"
         )
     return found

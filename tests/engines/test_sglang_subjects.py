@@ -283,7 +283,7 @@ def test_a_field_that_does_not_exist_cannot_be_left_out() -> None:
         def not_covered(layout: Layout, device: torch.device) -> Mapping[str, str]:
             return {"page_tabel": "a slip"}
 
-    with pytest.raises(UsageError, match="page_tabel are no fields of decode; its fields are cache_seqlens_int32"):
+    with pytest.raises(UsageError, match="page_tabel are not fields of decode; its fields are cache_seqlens_int32"):
         job_of(Misspelt)
 
 
