@@ -29,13 +29,13 @@ def main() -> None:
     job = Job.make(config.system, config.geometry, config.buckets, 0, None, None, open_backend(device))
     replayer = job.open(512)
     tables = list(config.chunks())
-    replayer.run(tables[0])
+    replayer.replay(tables[0])
     lane = replayer.lanes[batch]
     stages = {
         "prepare (inputs, poison)": lane.prepare,
         "oracle": lane.oracle_graph.replay,
         "subject": lane.subject_graph.replay,
-        "judge": lambda: lane.judge(Phase.REPLAY),
+        "judge": lambda: lane.judge_replay(Phase.REPLAY),
         "judge, other buckets": lane.judge_private,
     }
     for name, stage in stages.items():
@@ -43,7 +43,7 @@ def main() -> None:
         print(f"{name:<26} {_microseconds(stage, 400):8.1f} us")
     replayer.feed.upload(tables[1])
     start = time.perf_counter()
-    replayer.run(tables[1])
+    replayer.replay(tables[1])
     torch.cuda.synchronize()
     per_round = (time.perf_counter() - start) / len(tables[1])
     print(f"{'whole round':<26} {per_round * 1e6:8.1f} us, {1 / per_round:.0f} rounds/s, host included")

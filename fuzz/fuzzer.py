@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.finding import Finding
-from dsa_verify.contract.round_table import RoundTable, tabulate
+from dsa_verify.contract.round_table import RoundTable
 from dsa_verify.replay.setup import Job
-from dsa_verify.rounds.matrix import CHUNK_ROUNDS, REMAPS_PER_ROUND
+from dsa_verify.rounds.matrix import CHUNK_ROUNDS
 from dsa_verify.run.verify import FINDINGS_FOLDER, Counts, verify_rounds
 from fuzz.engine.bulk_rounds import resident_chunks
 from fuzz.engine.coverage import Coverage
@@ -120,13 +118,6 @@ def _after(first: int, finding: Finding) -> Finding:
 
 def _chunks(job: Job, world: World, count: int, chunk_rounds: int) -> Iterator[RoundTable]:
     """The next `count` rounds of `world`, on pages that no round has moved yet."""
-    generations = np.zeros(job.geometry.request_rows, np.int64)
+    generations = job.generations()
     for start in range(0, count, chunk_rounds):
-        yield tabulate(
-            job.system.name,
-            job.geometry,
-            world.rounds(min(chunk_rounds, count - start)),
-            generations,
-            widest_bucket=max(job.buckets),
-            remap_slots=REMAPS_PER_ROUND,
-        )
+        yield job.table(world.rounds(min(chunk_rounds, count - start)), generations=generations)

@@ -8,30 +8,28 @@ graphs. What it prints for a failing history can be pasted and run: the error en
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
-import numpy as np
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from dsa_verify.base.device import settle_device
-from dsa_verify.buffers.region import Kind as RegionKind
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.layout import Compare
 from dsa_verify.contract.round import POISONS, Round
-from dsa_verify.contract.round_table import tabulate
 from dsa_verify.contract.schedule_variants import VARIANTS
 from dsa_verify.diagnosis.confirm import confirm, fault_finding, flaky_finding
 from dsa_verify.graphs import open_backend
-from dsa_verify.judge.judge import Tally, live_words
+from dsa_verify.judge.judge import live_words
 from dsa_verify.judge.schedule_laws import ScheduleLaw
-from dsa_verify.replay.replayer import Lane, Replayer, SubjectFault
+from dsa_verify.replay.bucket import Lane
+from dsa_verify.replay.observation import Observation
+from dsa_verify.replay.replayer import Replayer
 from dsa_verify.replay.setup import Job
-from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
-from dsa_verify.run.verify import first_wrong_round
+from dsa_verify.replay.subject_stages import SubjectFault
 from dsa_verify.systems.catalogue import get_system
 from dsa_verify.systems.indexer import scheduled_lengths
 from fuzz.engine.boundaries import boundaries
@@ -173,9 +171,7 @@ class Machine(RuleBasedStateMachine):
         """Every value that a consumer may read is within the field's limits (contract 11.4)."""
         if self.lane is None:
             return
-        for region in self.lane.judges[0].regions:
-            if region.kind is not RegionKind.FIELD:
-                continue
+        for region in self.lane.judged_fields:
             field = self.lane.layout[region.name]
             if field.compare is not Compare.EXACT or field.dtype != "int32":
                 continue
@@ -201,7 +197,7 @@ class Machine(RuleBasedStateMachine):
     def _forget(self) -> None:
         """The next replay captures first: its buffers hold what pad rows give, its pages are those of a fresh start."""
         self.rounds: list[Round] = []
-        self.generations = np.zeros(self.job.geometry.request_rows, np.int64)
+        self.generations = self.job.generations()
         self.lane: Lane | None = None
         self.replayer: Replayer | None = None
 
@@ -209,34 +205,23 @@ class Machine(RuleBasedStateMachine):
         self.tally.requested += 1
         self.rounds.append(round_)
         try:
-            tallies = self._replay(round_)
+            seen = self._replay(round_)
         except SubjectFault as fault:
             raise AssertionError(self._say(fault_finding(self.job, fault).sentence)) from fault
         self.tally.executed += 1
         self.coverage.observe(round_)
         assert self.replayer is not None
         self.lane = self.replayer.lanes[round_.bucket]
-        if first_wrong_round(self.replayer, tallies) is not None:
-            found = confirm(self.job, self.rounds) or [flaky_finding(self.job, tallies, 1)]
+        if seen.first_wrong_round is not None:
+            found = confirm(self.job, self.rounds) or [flaky_finding(self.job, seen.tallies, 1)]
             raise AssertionError(self._say("\n".join(finding.sentence for finding in found)))
 
-    def _replay(self, round_: Round) -> Mapping[int, Tally]:
-        job = self.job
+    def _replay(self, round_: Round) -> Observation:
         if self.replayer is None:
             self.tally.captures += 1
             self.coverage.recaptured()
-            self.replayer = job.open(1)
-        table = tabulate(
-            job.system.name,
-            job.geometry,
-            [round_],
-            self.generations,
-            widest_bucket=max(job.buckets),
-            remap_slots=REMAPS_PER_ROUND,
-        )
-        self.replayer.run(table)
-        self.replayer.finish()
-        return self.replayer.poll()
+            self.replayer = self.job.open(1)
+        return self.replayer.run(self.job.table([round_], generations=self.generations))
 
     def _say(self, sentence: str) -> str:
         return f"{sentence}\nTo run the history again, put this above it:\n{preamble(self.job)}"

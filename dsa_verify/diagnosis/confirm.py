@@ -22,9 +22,11 @@ from dsa_verify.diagnosis import dcp_explanations as diagnose_dcp
 from dsa_verify.diagnosis.diagnose import broken_law, diagnose_field, explain_guard, if_replayed_again
 from dsa_verify.diagnosis.evidence import Evidence, Moment
 from dsa_verify.judge.judge import RING_ENTRIES, Difference, Phase, Tally, expected_words, live_words
+from dsa_verify.replay.bucket import AddressChange, Lane, WrongRoute, host_copy
 from dsa_verify.replay.compilations import Compilation
-from dsa_verify.replay.replayer import AddressChange, Lane, Replayer, SubjectFault, WrongRoute, host_copy
+from dsa_verify.replay.replayer import Replayer
 from dsa_verify.replay.setup import Job, remap_slots_of
+from dsa_verify.replay.subject_stages import SubjectFault
 from dsa_verify.systems.indexer import scheduled_lengths
 from dsa_verify.waivers.mask import WaivedWords
 from dsa_verify.waivers.waivers import Waiver
@@ -73,7 +75,7 @@ def confirm(job: Job, rounds: Sequence[Round], *, waived: set[Covered] | None = 
                 look_at_replay(lane, row)
             return bool(found)
 
-        replayer.run(table, after_round=look, after_first=look_at_replay)
+        replayer.replay(table, after_round=look, after_first=look_at_replay)
         if doubts:
             _replay_again(job, replayer, rounds[history[-1].round], slots, doubts)
             found = [_without_doubt(finding, doubts) for finding in found]
@@ -103,7 +105,7 @@ def _replay_again(job: Job, replayer: Replayer, round_: Round, slots: int, doubt
     """Replay the inputs of `round_`, the last one, once more, and look at what is in doubt."""
     again = dataclasses.replace(round_.with_remap(()), twice=False, foreign=False, poison="loud")
     try:
-        replayer.run(job.table([again], slots))
+        replayer.replay(job.table([again], slots))
     except SubjectFault:
         return  # what was found before it stands
     for doubt in doubts:

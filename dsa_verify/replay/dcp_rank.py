@@ -1,7 +1,7 @@
 """RankRun: one rank's step, captured once and replayed on many rounds beside the oracle of all ranks.
 
-The pieces are those of the replayer (feed, arena, poison, judge); what differs is that a step spans processes, so that
-the capture warms the communicator up first, and that the oracle runs eagerly on each rank's own device.
+The pieces are those of the replayer (input buffers, arena, poison, judge); what differs is that a step spans processes,
+so that the capture warms the communicator up first, and that the oracle runs eagerly on each rank's own device.
 """
 
 from __future__ import annotations

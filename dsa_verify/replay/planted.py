@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 
+from dsa_verify.base.device_lost import raise_if_lost
 from dsa_verify.base.errors import DsaVerifyError, HarnessError
 from dsa_verify.base.out_of_memory import lack_of_memory
 from dsa_verify.base.torch_functions import replaced_functions
@@ -25,7 +26,8 @@ from dsa_verify.buffers.region import Kind, Region
 from dsa_verify.contract.layout import Compare
 from dsa_verify.judge.judge import RING_ENTRIES, Phase
 from dsa_verify.judge.pad_rows import OwnRows
-from dsa_verify.replay.replayer import Lane, Replayer, raise_if_lost
+from dsa_verify.replay.bucket import Lane
+from dsa_verify.replay.replayer import Replayer
 
 _FLIP: Final = 1 << 30  # makes an integer impossible
 # Makes a float 2**64 times larger or smaller, and no NaN, whose bits an operation may change.
@@ -94,13 +96,10 @@ def _planted(lane: Lane, words: Collection[_Word]) -> Seen:
 
 
 def _look(lane: Lane) -> Seen:
-    for judge in lane.judges:
-        judge.reset()
-    lane.judge(Phase.REPLAY)
-    lane.judge_private()
-    for look in (lane.judge_constants, lane.judge_ready, lane.judge_laws):
-        if look is not None:
-            look()
+    lane.judges.reset()
+    lane.judge_replay(Phase.REPLAY)
+    for look in (lane.judge_private, lane.judge_constants, lane.judge_ready, lane.judge_laws):
+        look()
     seen: dict[tuple[int, int], list[list[int]]] = {}
     for number, judge in enumerate(lane.judges):
         differing, _, ring = judge.counters
@@ -122,7 +121,7 @@ def _hold(lane: Lane, words: Collection[_Word], untouched: Seen, planted: Seen) 
     made = {word.address: word.made for word in words}
     for number, judge in enumerate(lane.judges):
         for index, region in enumerate(judge.regions):
-            if (number, index) in untouched or judge is lane.filled:
+            if (number, index) in untouched or judge is lane.judges.filled:
                 continue
             entries = planted.get((number, index), [])
             if region.kind is Kind.LAW:
@@ -149,8 +148,8 @@ def _key(region: Region) -> object:
 
 def _unseen(lane: Lane, what: str) -> str:
     return (
-        f"the judge of bucket {lane.bucket} does not see a planted difference, {what}, so that nothing it has passed "
-        f"counts; {_suspects()}"
+        f"the judge of bucket {lane.bucket} does not see a planted difference, {what}, so that nothing it has "
+        f"passed counts; {_suspects()}"
     )
 
 
@@ -172,7 +171,7 @@ def _fields(lane: Lane) -> list[_Word]:
     words: dict[int, _Word] = {}
     for name, region in lane.fields.items():
         compare = lane.layout[name].compare
-        place = _place(region, compare, lane.shown.get(name))
+        place = _place(region, compare, lane.shown.forms.get(name))
         if place is not None:
             word = _Word.of(region, *place, _FLOAT_FLIP if compare is Compare.CLOSE else _FLIP)
             words.setdefault(word.address, word)
@@ -184,7 +183,7 @@ def _surroundings(lane: Lane) -> list[_Word]:
     first: dict[tuple[int, Kind], Region] = {}
     for number, judge in enumerate(lane.judges):
         for region in judge.regions:
-            if region.kind in (Kind.GUARD, Kind.INPUT) and judge is not lane.filled and region.got.numel():
+            if region.kind in (Kind.GUARD, Kind.INPUT) and judge is not lane.judges.filled and region.got.numel():
                 first.setdefault((number, region.kind), region)
     return [_Word.of(region, 0, 0) for region in first.values()]
 

@@ -1,4 +1,4 @@
-"""Job: one subject on one set of captured buckets: what both the fast run and its slow confirmation open."""
+"""Job: one subject on one set of buckets to be captured. The fast run opens it, and so does its slow confirmation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsa_verify.contract import progress
 from dsa_verify.contract.engine_form import own_form
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round, Scenario
-from dsa_verify.contract.round_table import RoundTable, tabulate
+from dsa_verify.contract.round_table import Array, RoundTable, tabulate
 from dsa_verify.contract.subject import SubjectFactory, has_foreign_work, not_covered
 from dsa_verify.graphs import Backend
 from dsa_verify.replay.replayer import Replayer
@@ -80,7 +80,7 @@ class Job:
         backend: Backend,
         ledger: Ledger = NO_WAIVERS,
     ) -> Job:
-        """A job; `subject` is a reference, or the factory itself where it has no name to be loaded by."""
+        """Of `subject`, which is a reference, or the factory itself where it has no name to be loaded by."""
         label, factory = cls.factory_of(system, subject)
         check_device(label, backend.device)
         # Refuse a geometry that the system has no layout for, a wrong name or field now, not at the first capture.
@@ -114,16 +114,24 @@ class Job:
         module, name = getattr(subject, "__module__", None), getattr(subject, "__qualname__", None)
         return f"{module}:{name}" if module and name else repr(subject), subject
 
+    def opening(self) -> None:
+        """Called before anything is allocated."""
+
+    def launching(self, table: RoundTable) -> None:
+        """Called before anything of `table` is launched, for each table that an open replayer is given."""
+
     def open(
         self,
         rounds: int,
         remap_slots: int = REMAPS_PER_ROUND,
         *,
         record: bool = False,
+        resettable: bool = False,
         first: RoundTable | None = None,
     ) -> Replayer:
         """Allocate and capture for tables of up to `rounds` rounds, `first` being what is replayed first. This and what
         it opens raise OutOfMemory where memory does not suffice."""
+        self.opening()
         progress.current().open(self.scenario(()).to_json(), self.ledger.options, first)
         # Planted anew each time: a fault knows the buckets of its own run only.
         factory = self.factory if self.fault is None else plant(self.fault, self.factory, self.system.name)
@@ -137,25 +145,34 @@ class Job:
                 capacity=max(rounds, 1),
                 remap_slots=remap_slots,
                 record=record,
+                resettable=resettable,
                 forget=forgotten_inputs(self.fault),
                 leave_out=self.not_covered,
                 form=own_form(self.factory),
                 waivers=self.waivers,
+                on_launch=self.launching,
             )
 
-    def table(self, rounds: Sequence[Round], remap_slots: int = REMAPS_PER_ROUND) -> RoundTable:
-        """`rounds` as a table that starts from request pages never remapped."""
+    def generations(self) -> Array:
+        """How often each request row was remapped when a replayer has just been opened: int64 [request_rows]."""
+        return np.zeros(self.geometry.request_rows, np.int64)
+
+    def table(
+        self, rounds: Sequence[Round], remap_slots: int = REMAPS_PER_ROUND, generations: Array | None = None
+    ) -> RoundTable:
+        """`rounds` as a table. It counts its remaps in `generations`, where tables follow one another; without them it
+        starts from request pages never remapped."""
         return tabulate(
             self.system.name,
             self.geometry,
             rounds,
-            np.zeros(self.geometry.request_rows, np.int64),
+            self.generations() if generations is None else generations,
             widest_bucket=max(self.buckets),
             remap_slots=remap_slots,
         )
 
     def scenario(self, rounds: Sequence[Round], found: str | None = None) -> Scenario:
-        """A scenario of `rounds` with what this job was started with."""
+        """A scenario of `rounds` with what this setup was made of."""
         return Scenario(
             system=self.system.name,
             geometry=self.geometry,

@@ -14,7 +14,7 @@ import hashlib
 import os
 import shlex
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,10 +28,11 @@ from dsa_verify.contract.finding import Finding
 from dsa_verify.contract.round import Round, Scenario
 from dsa_verify.contract.round_table import RoundTable
 from dsa_verify.diagnosis.confirm import Covered, confirm, fault_finding, flaky_finding, flaky_waived, late_compilations
-from dsa_verify.judge.judge import Tally
+from dsa_verify.replay.observation import BucketSeen, Observation
 from dsa_verify.replay.planted import require_sight
-from dsa_verify.replay.replayer import Lane, Replayer, SubjectFault
+from dsa_verify.replay.replayer import Replayer
 from dsa_verify.replay.setup import Job
+from dsa_verify.replay.subject_stages import SubjectFault
 from dsa_verify.rounds.matrix import CHUNK_ROUNDS, is_undefined
 from dsa_verify.systems.trust import subject_options
 from dsa_verify.waivers.waivers import Ledger, WaiverUse
@@ -99,19 +100,20 @@ def verify_rounds(
                 with _journal(job, table, folder):
                     if replayer is None:
                         replayer = job.open(max(len(table), CHUNK_ROUNDS), table.remap_rows.shape[1], first=table)
-                    _replay(replayer, table, on_rounds)
-                    wrong = first_wrong_round(replayer, replayer.poll())
+                    # A long chunk is replayed without a call back into the host for each of its rounds.
+                    seen = replayer.run(table, on_rounds, one_by_one=len(table) <= JOURNAL_ROUNDS)
+                wrong = seen.first_wrong_round
                 if wrong is not None:
-                    return _seen_in(wrong, _explain(job, recent.up_to(wrong), replayer, folder))
-                beyond = _explain_waived(job, recent, replayer, folder)
+                    return _seen_in(wrong, _explain(job, recent.up_to(wrong), seen, folder))
+                beyond = _explain_waived(job, recent, seen, folder)
                 if beyond:
                     return beyond
-                late = [] if job.may_compile else late_compilations(job, replayer.compilations)
+                late = [] if job.may_compile else late_compilations(job, seen.compilations)
                 if late:
                     return [_with_case(each, job, recent.up_to(each.round)[-JOURNAL_ROUNDS:], folder) for each in late]
         ended = True
-    except SubjectFault as fault:
-        return [_failed(job, fault, recent, folder)]
+    except SubjectFault as error:
+        return [_failed(job, error, recent, folder)]
     except DeviceLost as lost:
         rounds = recent.up_to(None)
         lost_in = f"{lost}{_undefined_schedule(job, rounds)}"
@@ -134,14 +136,14 @@ def _rounds_kept(scenario: Scenario, folder: Path | None) -> str:
     return "" if path is None else f"; the rounds up to then are in {path}"
 
 
-def _failed(job: Job, fault: SubjectFault, recent: _Recent, folder: Path | None) -> Finding:
-    rounds, finding, seen = recent.up_to(fault.round or 0), fault_finding(job, fault), fault.round
-    if fault.stage == "rounds":
+def _failed(job: Job, error: SubjectFault, recent: _Recent, folder: Path | None) -> Finding:
+    rounds, finding, seen = recent.up_to(error.round or 0), fault_finding(job, error), error.round
+    if error.stage == "rounds":
         # Seen after many rounds: one at a time they say which.
         exact = next((each for each in confirm(job, rounds) if each.diagnosis is finding.diagnosis), None)
         if exact is not None:
             kept = rounds[: (exact.round or 0) + 1]
-            rounds, finding, seen = kept, exact, (fault.round or 0) - (len(rounds) - len(kept))
+            rounds, finding, seen = kept, exact, (error.round or 0) - (len(rounds) - len(kept))
     return dataclasses.replace(_with_case(finding, job, rounds, folder), seen_in_round=seen)
 
 
@@ -175,28 +177,7 @@ class _Recent:
         return rounds if number is None else rounds[: max(number - first, 0) + 1]
 
 
-def _replay(replayer: Replayer, table: RoundTable, on_rounds: Callable[[int], None]) -> None:
-    def tick(lane: Lane, row: int) -> bool:
-        on_rounds(1)
-        return False
-
-    # A long chunk is replayed without a call back into the host for each of its rounds.
-    short = len(table) <= JOURNAL_ROUNDS
-    replayer.run(table, after_round=tick if short else None)
-    replayer.finish()
-    if not short:
-        on_rounds(len(table))
-
-
-def first_wrong_round(replayer: Replayer, tallies: Mapping[int, Tally]) -> int | None:
-    """The number of the first round in which anything was seen to be wrong; None if nothing was."""
-    rounds = [difference.round for tally in tallies.values() for difference in tally.first]
-    rounds += [change.round for change in replayer.address_changes]
-    rounds += [wrong.round for wrong in replayer.wrong_routes]
-    return min(rounds, default=None)
-
-
-def _explain(job: Job, rounds: Sequence[Round], replayer: Replayer, folder: Path | None) -> list[Finding]:
+def _explain(job: Job, rounds: Sequence[Round], seen: Observation, folder: Path | None) -> list[Finding]:
     """The findings of the last of `rounds`, with the shortest case that shows them again."""
     attempts = 0
     for window in CASE_WINDOWS:
@@ -207,15 +188,15 @@ def _explain(job: Job, rounds: Sequence[Round], replayer: Replayer, folder: Path
             return [_with_case(finding, job, case, folder) for finding in findings]
         if window >= len(rounds):
             break
-    flaky = flaky_finding(job, replayer.poll(), attempts)
+    flaky = flaky_finding(job, seen.tallies, attempts)
     return [_with_case(flaky, job, rounds[-CASE_WINDOWS[-1] :], folder)]
 
 
-def _explain_waived(job: Job, recent: _Recent, replayer: Replayer, folder: Path | None) -> list[Finding]:
+def _explain_waived(job: Job, recent: _Recent, seen: Observation, folder: Path | None) -> list[Finding]:
     """The findings of the first round in which a waiver covers words, if they are not what it is for; empty if they
     are. Of what the device can say itself there is nothing to explain."""
     waived: set[Covered] = set()
-    for first, bucket, words in replayer.to_explain():
+    for first, bucket, words in seen.to_explain:
         covered, rounds, attempts = (bucket, words.waiver.key), recent.up_to(first), 0
         for window in () if covered in waived else CASE_WINDOWS:
             case = rounds[-window:]
@@ -242,28 +223,25 @@ def _count(replayer: Replayer, counts: Counts, *, waivers_due: bool) -> None:
     counts.address_changes += len(replayer.address_changes)
     counts.compilations_after_warmup += len(replayer.compilations)
     with contextlib.suppress(DeviceLost):  # nothing can be read any more; the error is already on its way
-        for bucket, tally in replayer.poll().items():
-            lane = replayer.lanes[bucket]
-            fields = sum(region.kind is Kind.FIELD for region in lane.judges[0].regions)
-            counts.rounds_checked += lane.rounds
-            counts.fields_checked += lane.rounds * fields
-            counts.elements_compared += tally.compared
-            counts.mismatches += tally.count(Kind.FIELD, Kind.BEYOND, Kind.INPUT)
-            counts.guard_hits += tally.count(Kind.GUARD)
-        for lane in replayer.lanes.values():
-            _count_waived(replayer, lane, counts, waivers_due)
+        for bucket, seen in replayer.observe().buckets.items():
+            counts.rounds_checked += seen.rounds
+            counts.fields_checked += seen.rounds * seen.fields
+            counts.elements_compared += seen.tally.compared
+            counts.mismatches += seen.tally.count(Kind.FIELD, Kind.BEYOND, Kind.INPUT)
+            counts.guard_hits += seen.tally.count(Kind.GUARD)
+            _count_waived(replayer, bucket, seen, counts, waivers_due)
 
 
-def _count_waived(replayer: Replayer, lane: Lane, counts: Counts, waivers_due: bool) -> None:
-    for words in lane.waived:
-        waiver, seen = words.waiver, words.seen()
-        due = waivers_due and waiver.must_show(replayer.geometry, lane.bucket, replayer.rounds_run)
+def _count_waived(replayer: Replayer, bucket: int, seen: BucketSeen, counts: Counts, waivers_due: bool) -> None:
+    for words, covered in seen.waived:
+        waiver = words.waiver
+        due = waivers_due and waiver.must_show(replayer.geometry, bucket, replayer.rounds_run)
         use = counts.waivers.setdefault(waiver.key, WaiverUse(id=waiver.id, field=waiver.field, reason=waiver.reason))
-        use.rounds += seen.rounds
-        use.words += seen.words
-        use.checked += lane.rounds
-        use.due += lane.rounds if due else 0
-        counts.waived += seen.words
+        use.rounds += covered.rounds
+        use.words += covered.words
+        use.checked += seen.rounds
+        use.due += seen.rounds if due else 0
+        counts.waived += covered.words
 
 
 # Cases ---------------------------------------------------------------------------------------------------------------

@@ -16,9 +16,7 @@ from typing import Any, Final
 from dsa_verify.base.atomic_write import write_whole
 from dsa_verify.contract.round import Scenario
 from dsa_verify.contract.round_table import RoundTable
-from dsa_verify.replay.replayer import Replayer
 from dsa_verify.replay.setup import Job
-from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
 from fuzz.campaign.shard_folder import JOURNAL_FILE, PROGRESS_FILE, STOP_FILE, campaign_root, write_json
 
 HEARTBEAT_S: Final = 0.5
@@ -90,7 +88,7 @@ class Journal:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JournalledJob(Job):
-    """A job that launches nothing that is not in `journal`. `planted`: whether its fault is what a shard plants to show
+    """One that launches nothing that is not in `journal`. `planted`: whether its fault is what a shard plants to show
     that it can see, and not what the campaign was asked to plant."""
 
     journal: Journal
@@ -101,22 +99,8 @@ class JournalledJob(Job):
         values = {field.name: getattr(job, field.name) for field in dataclasses.fields(Job)}
         return cls(**{**values, **changes}, journal=journal)
 
-    def open(
-        self,
-        rounds: int,
-        remap_slots: int = REMAPS_PER_ROUND,
-        *,
-        record: bool = False,
-        first: RoundTable | None = None,
-    ) -> Replayer:
+    def opening(self) -> None:
         self.journal.opening(self)
-        # Not super(): a class with slots is made anew, and super() would ask for the old one.
-        replayer = Job.open(self, rounds, remap_slots, record=record, first=first)
-        run = replayer.run
 
-        def journalled(table: RoundTable, **callbacks: Any) -> None:
-            self.journal.launching(self, table)
-            run(table, **callbacks)
-
-        replayer.run = journalled  # type: ignore[method-assign]
-        return replayer
+    def launching(self, table: RoundTable) -> None:
+        self.journal.launching(self, table)

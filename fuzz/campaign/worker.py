@@ -13,19 +13,17 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
 
 from dsa_verify.base.atomic_write import write_whole
 from dsa_verify.base.errors import HarnessError, UsageError
 from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.round import Scenario, read_case
-from dsa_verify.contract.round_table import tabulate
 from dsa_verify.contract.subject import provenance
 from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.graphs import Backend, open_backend
-from dsa_verify.replay.replayer import SubjectFault
 from dsa_verify.replay.setup import Job, remap_slots_of
+from dsa_verify.replay.subject_stages import SubjectFault
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.verify import Counts
 from dsa_verify.subjects.faults import FAULTS, get_fault
@@ -101,8 +99,8 @@ def work_shard(spec: ShardSpec, folder: Path, device: torch.device) -> ShardResu
 
 def configuration(job: JournalledJob) -> str:
     """In words, the same for shards that cover the same."""
-    changes = ", ".join(f"{key} {value}" for key, value in job.geometry.overrides().items())
-    return f"{job.system.name}, {job.geometry.preset}, buckets {list(job.buckets)}{', ' + changes if changes else ''}"
+    facts = [job.system.name, job.geometry.preset, f"buckets {list(job.buckets)}"]
+    return ", ".join(facts + [f"{key} {value}" for key, value in job.geometry.overrides().items()])
 
 
 def _job(spec: ShardSpec, backend: Backend) -> Job:
@@ -371,20 +369,11 @@ def replay_step_by_step(case_path: Path, folder: Path, device: torch.device) -> 
         open_backend(device),
     )
     journal.beat(force=True)
-    slots, generations = remap_slots_of(case.rounds), np.zeros(case.geometry.request_rows, np.int64)
+    slots, generations = remap_slots_of(case.rounds), job.generations()
     try:
         replayer = job.open(1, slots)
         for round_ in case.rounds:
-            replayer.run(
-                tabulate(
-                    case.system,
-                    case.geometry,
-                    [round_],
-                    generations,
-                    widest_bucket=max(case.buckets),
-                    remap_slots=slots,
-                )
-            )
+            replayer.replay(job.table([round_], slots, generations))
             replayer.poll()
             journal.rounds += 1
             journal.beat(force=True)

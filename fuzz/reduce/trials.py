@@ -14,8 +14,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-import torch
-
 from dsa_verify.base.errors import HarnessError, UsageError
 from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.geometry import Geometry
@@ -23,8 +21,8 @@ from dsa_verify.contract.round import Scenario, parse_case
 from dsa_verify.contract.subject import SubjectFactory
 from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.graphs import Backend
-from dsa_verify.replay.replayer import SubjectFault
 from dsa_verify.replay.setup import Job, remap_slots_of
+from dsa_verify.replay.subject_stages import SubjectFault
 from dsa_verify.rounds.matrix import is_undefined
 from dsa_verify.systems.catalogue import get_system
 from dsa_verify.waivers.waivers import NO_WAIVERS, Ledger
@@ -191,11 +189,10 @@ class _Screen:
         self._rounds, self._slots = len(base.rounds), max(remap_slots_of(base.rounds), SCREEN_REMAPS)
         try:
             table = job.table(base.rounds, self._slots)
-            self._replayer = job.open(self._rounds, self._slots, record=True, first=table)
+            self._replayer = job.open(self._rounds, self._slots, record=True, resettable=True, first=table)
         except (SubjectFault, HarnessError):
             self.works = False
             return
-        self._saved = [(tensor, tensor.clone()) for tensor in self._owned()]
         self.works = True
         self.works = self.may_show(base) and self.may_show(base)
 
@@ -204,34 +201,13 @@ class _Screen:
 
     def may_show(self, candidate: Scenario) -> bool:
         """Whether the first wrong round of `candidate` has something wrong with the field."""
-        self._restore()
-        replayer = self._replayer
+        self._replayer.reset()
         try:
-            replayer.run(self._job.table(candidate.rounds, self._slots))
-            replayer.finish()
-            tallies = replayer.poll()
+            seen = self._replayer.run(self._job.table(candidate.rounds, self._slots))
         except (SubjectFault, HarnessError):
             self.works = False
             return True
-        wrong = [(seen.round, seen.region.name) for tally in tallies.values() for seen in tally.first]
-        wrong += [(change.round, change.field) for change in replayer.address_changes]
+        wrong = [(each.round, each.region.name) for tally in seen.tallies.values() for each in tally.first]
+        wrong += [(change.round, change.field) for change in seen.address_changes]
         first = min((round_ for round_, _ in wrong), default=0)
         return (first, self._field) in wrong
-
-    def _owned(self) -> list[torch.Tensor]:
-        replayer = self._replayer
-        tables = [inputs.req_to_token for inputs in replayer.feed.inputs(max(replayer.lanes))]
-        return [replayer.arena.words, replayer.oracle_arena.words, *tables]
-
-    def _restore(self) -> None:
-        replayer = self._replayer
-        for tensor, saved in self._saved:
-            tensor.copy_(saved)
-        replayer.feed.reset()
-        replayer.address_changes.clear()
-        replayer.wrong_routes.clear()
-        replayer.rounds_run = 0
-        for lane in replayer.lanes.values():
-            lane.rounds = 0
-            for judge in lane.judges:
-                judge.reset()

@@ -20,8 +20,8 @@ from dsa_verify.contract.finding import Finding
 from dsa_verify.contract.round import Round, read_case
 from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.replay import compilations
+from dsa_verify.replay.observation import Observation
 from dsa_verify.replay.setup import Job
-from dsa_verify.run import verify as verify_module
 from fuzz.campaign import supervisor as supervise_module
 from fuzz.campaign import worker as shard_work
 from fuzz.campaign.index import Store
@@ -277,7 +277,7 @@ def test_a_late_compilation_is_neither_repeated_nor_made_small_but_stays(
 
 
 def test_a_blind_judge_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_module, "first_wrong_round", lambda *arguments: None)
+    monkeypatch.setattr(Observation, "first_wrong_round", None)
     monkeypatch.setattr(shard_work, "CANARY_ROUNDS", 48)
     result = work(tmp_path)
     assert result.canary is not None

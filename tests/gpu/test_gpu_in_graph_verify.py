@@ -114,7 +114,7 @@ def test_live_graphs_survive_the_recapture_of_each_other(residual: bool, form: s
             lanes[bucket].oracle_graph.replay()
             verify.before_replay(bucket, **handed[bucket])
             graphs[bucket].replay()
-            lanes[bucket].judge(Phase.REPLAY)
+            lanes[bucket].judge_replay(Phase.REPLAY)
         return sum(tally.count() for tally in replayer.poll().values()) - before
 
     graphs = {}

@@ -225,7 +225,7 @@ def test_the_shipped_pipelines_pass(system: str, preset: str, overrides: dict[st
         return False
 
     for table in config.chunks():
-        replayer.run(table, after_round=partial(check, table))
+        replayer.replay(table, after_round=partial(check, table))
     summary = overlay.close()
     assert summary.clean, summary.text()
     assert summary.checked == 17

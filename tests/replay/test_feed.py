@@ -1,4 +1,4 @@
-"""Feed: what lies in the input buffers after each step is what the rounds say, on both sides and in every form."""
+"""Feed: what lies there after each step is what the rounds say, on both sides and in every form."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class Bench:
             if before_graph is not None:
                 before_graph(round_.bucket)
             self.graphs[round_.bucket].replay()
-            lane.judge(Phase.REPLAY)
+            lane.judge_replay(Phase.REPLAY)
         return self._wrong() - before
 
     def _wrong(self) -> int:

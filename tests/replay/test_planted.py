@@ -19,7 +19,8 @@ from dsa_verify.contract.round import Round
 from dsa_verify.contract.subject import Buffers, Inputs
 from dsa_verify.diagnosis.diagnose import as_float
 from dsa_verify.replay import planted
-from dsa_verify.replay.replayer import Lane, Replayer
+from dsa_verify.replay.bucket import Lane
+from dsa_verify.replay.replayer import Replayer
 from dsa_verify.replay.setup import Job
 from dsa_verify.run.verify import Counts, verify_rounds
 
@@ -144,7 +145,6 @@ def replayed(subject: type | None = EagerDecode, **rest: object) -> tuple[Job, R
     job = job_of(subject, **rest)  # type: ignore[arg-type]
     replayer = job.open(len(ROUNDS))
     replayer.run(job.table(ROUNDS))
-    replayer.finish()
     return job, replayer
 
 
@@ -174,7 +174,7 @@ def test_a_word_of_every_field_a_guard_and_an_input_is_planted_and_put_back(monk
 def test_a_region_that_the_judge_does_not_look_at_is_missed(kind: Kind) -> None:
     _, replayer = replayed()
     lane = replayer.lanes[4]
-    judge, launch = lane.judges[0], lane.judge
+    judge, launch = lane.judges.replay, lane.judge_replay
 
     def blind(phase) -> None:
         launch(phase)
@@ -182,7 +182,7 @@ def test_a_region_that_the_judge_does_not_look_at_is_missed(kind: Kind) -> None:
             if region.kind is kind:
                 judge.counters[0][index] = 0
 
-    lane.judge = blind
+    lane.judge_replay = blind
     with pytest.raises(
         HarnessError, match=f"does not see a planted difference, -?[0-9]+ for -?[0-9]+ in {kind.value} "
     ):
@@ -192,7 +192,7 @@ def test_a_region_that_the_judge_does_not_look_at_is_missed(kind: Kind) -> None:
 def test_a_judge_that_reports_what_nobody_planted_is_broken() -> None:
     _, replayer = replayed()
     lane = replayer.lanes[4]
-    launch, looks = lane.judge, []
+    launch, looks = lane.judge_replay, []
 
     def imagines(phase) -> None:
         looks.append(phase)
@@ -200,7 +200,7 @@ def test_a_judge_that_reports_what_nobody_planted_is_broken() -> None:
             lane.fields["cu_seqlens_k"].got[0, 0] += 5
         launch(phase)
 
-    lane.judge = imagines
+    lane.judge_replay = imagines
     with pytest.raises(HarnessError, match=r"reports field cu_seqlens_k, .* where nothing was planted"):
         planted.require_sight(replayer)
 
@@ -244,7 +244,7 @@ def test_a_gpu_plants_through_its_captured_graphs(monkeypatch: pytest.MonkeyPatc
     planted.require_sight(replayer)
     assert torch.equal(before, replayer.arena.words)
     lane = replayer.lanes[4]
-    monkeypatch.setattr(lane, "judge", lambda phase: None)
+    monkeypatch.setattr(lane, "judge_replay", lambda phase: None)
     with pytest.raises(HarnessError, match="does not see a planted difference"):
         planted.require_sight(replayer)
 

@@ -19,7 +19,9 @@ from dsa_verify.contract.subject import Buffers, Inputs
 from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.judge.judge import Difference, Phase, Tally
 from dsa_verify.replay import compilations
-from dsa_verify.replay.replayer import Replayer, SubjectFault
+from dsa_verify.replay.bucket import AddressChange
+from dsa_verify.replay.replayer import Replayer
+from dsa_verify.replay.subject_stages import SubjectFault
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.pipelines.padded import Padded
 from dsa_verify.systems.catalogue import SYSTEMS
@@ -38,7 +40,6 @@ def run(subject: Callable[[], EagerDecode], rounds: list[Round], **rest: object)
     job = job_of(subject, **rest)  # type: ignore[arg-type]
     replayer = job.open(len(rounds))
     replayer.run(job.table(rounds))
-    replayer.finish()
     return replayer
 
 
@@ -78,7 +79,7 @@ def test_only_what_compiles_while_rounds_run_is_counted(monkeypatch: pytest.Monk
 
     compile_one()
     assert replayer.compilations == []
-    replayer.run(job.table(ROUNDS), after_round=compile_one)
+    replayer.replay(job.table(ROUNDS), after_round=compile_one)
     compile_one()
     assert [(each.round, each.bucket) for each in replayer.compilations] == [
         (i, round_.bucket) for i, round_ in enumerate(ROUNDS)
@@ -101,9 +102,81 @@ def test_after_round_can_stop_a_run():
         seen.append((lane.bucket, row))
         return row == 2
 
-    replayer.run(job.table(ROUNDS), after_round=stop_at_third)
+    replayer.replay(job.table(ROUNDS), after_round=stop_at_third)
     assert seen == [(4, 0), (2, 1), (4, 2)]
     assert replayer.rounds_run == 3
+
+
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_a_run_tells_of_its_rounds_and_is_told_of_before_it_is_launched(one_by_one: bool):
+    told: list[object] = []
+
+    class Tells(EagerDecode):
+        def before_replay(self) -> None:
+            told.append("before_replay")
+
+    table = job_of(Tells).table(ROUNDS[:2])
+    sizes = {"capacity": 2, "remap_slots": table.remap_rows.shape[1]}
+    replayer = Replayer(SYSTEMS["decode"], small(), (4, 2), Tells, backend(), **sizes, on_launch=told.append)
+    told.clear()
+    seen = replayer.run(table, told.append, one_by_one=one_by_one)
+    launched, *rest = told
+    assert launched is table
+    assert rest == (["before_replay", 1] * 2 if one_by_one else ["before_replay", "before_replay", 2])
+    assert {bucket: each.rounds for bucket, each in seen.buckets.items()} == {4: 1, 2: 1}
+
+
+def test_what_is_observed_is_what_was_seen_so_far():
+    job = job_of(WrongFrom)
+    replayer = job.open(len(ROUNDS))
+    assert replayer.observe().first_wrong_round is None
+    assert replayer.run(job.table(ROUNDS[1:2])).first_wrong_round is None
+    seen = replayer.run(job.table(ROUNDS))
+    assert seen.first_wrong_round == 1, "the first of the second table"
+    assert seen.tallies == replayer.poll()
+    judged = {field.name for field in replayer.lanes[4].layout if field.alias is None}
+    assert {bucket: (each.rounds, each.fields) for bucket, each in seen.buckets.items()} == {
+        4: (3, len(judged)),
+        2: (4, len(judged)),
+    }
+
+
+class NeverWrites(EagerDecode):
+    """Leaves one output as it finds it."""
+
+    def in_graph(self) -> None:
+        kept = self.out["cache_seqlens_int32"].clone()
+        super().in_graph()
+        self.out["cache_seqlens_int32"].copy_(kept)
+
+
+def test_after_a_reset_the_same_rounds_show_the_same_again():
+    """Outputs that a stale poison leaves, pages that a remap moved, an address that changed, and every counter."""
+
+    def seen_in(rounds: list[Round]) -> tuple[object, ...]:
+        seen = replayer.run(job.table(rounds))
+        first = {
+            bucket: [(each.round, each.phase, each.region, each.row, each.got) for each in tally.first]
+            for bucket, tally in seen.tallies.items()
+        }
+        return first, seen.tallies, {bucket: each.rounds for bucket, each in seen.buckets.items()}
+
+    job = job_of(NeverWrites)
+    rounds = [decode_round(4, 5, 6, poison="stale", remap=(1,)), decode_round(2, 9, poison="stale", twice=True)]
+    replayer = job.open(len(ROUNDS), resettable=True)
+    first = seen_in(rounds)
+    assert seen_in(rounds) != first, "the rounds before are still seen"
+    seen_in([decode_round(bucket, 9, 8, poison="plausible", remap=(1, 2)) for bucket in (4, 2)])
+    replayer.address_changes.append(AddressChange(bucket=4, field="page_table_1", round=0, change="gone"))
+    replayer.reset()
+    assert replayer.observe().first_wrong_round is None
+    assert replayer.rounds_run == 0
+    assert seen_in(rounds) == first
+
+
+def test_a_replayer_that_keeps_no_copy_cannot_be_reset():
+    with pytest.raises(HarnessError, match="open it with resettable=True"):
+        open_replayer(EagerDecode).reset()
 
 
 class WrongFrom(EagerDecode):
@@ -289,7 +362,9 @@ def test_the_ledger_names_the_round_in_which_an_output_moved(subject: type[Rebin
 
 
 def test_the_ledger_sees_a_change_of_shape_when_it_is_polled():
-    replayer = run(Reshapes, [decode_round(4, 5)] * 6, buckets=(4,))
+    job = job_of(Reshapes, buckets=(4,))
+    replayer = job.open(6)
+    replayer.replay(job.table([decode_round(4, 5)] * 6))
     assert replayer.address_changes == []
     replayer.poll()
     (seen,) = replayer.address_changes
