@@ -250,9 +250,10 @@ class Replayer:
         between: Callable[[], None] | None,
         before_it: Callable[[], None] | None,
     ) -> None:
-        self._stages.round = self._slots[progress.ROUND] = self.rounds_run
-        self._slots[progress.BEATS] += 1
-        self._stages.bucket = lane.bucket
+        stages, slots = self._stages, self._slots
+        stages.round = slots[progress.ROUND] = self.rounds_run
+        slots[progress.BEATS] += 1
+        stages.bucket = lane.bucket
         with device_errors():
             if self._last is not lane:
                 self._judge_constants()
@@ -264,14 +265,14 @@ class Replayer:
             self._replay_oracle(lane)
             self._replay_subject(lane, raw)
             lane.judge_replay(Phase.REPLAY)
-            if self._law_is_due(lane):
+            if lane.rounds < LAW_ROUNDS or lane.rounds % LAW_EVERY == 0 or self._record:
                 lane.judge_laws()
             if twice:
                 self._replay_again(lane, raw, between)
-        self._slots[progress.STAGE] = progress.OUTPUTS
+        slots[progress.STAGE] = progress.OUTPUTS
         if not lane.pointers_hold():
             self._check_identities(lane, self.rounds_run)
-        self._slots[progress.STAGE] = progress.OURS
+        slots[progress.STAGE] = progress.OURS
         lane.rounds += 1
         lane.disturbed = False
         self.rounds_run += 1
@@ -331,9 +332,6 @@ class Replayer:
         if self._last is not None:
             self._last.judge_constants()
 
-    def _law_is_due(self, lane: Lane) -> bool:
-        return self._record or lane.rounds < LAW_ROUNDS or lane.rounds % LAW_EVERY == 0
-
     def _replay_oracle(self, lane: Lane) -> None:
         try:
             self._replay_beside(lane.oracle_graph)
@@ -353,7 +351,7 @@ class Replayer:
 
     def _replay_subject(self, lane: Lane, raw: int) -> None:
         state = TorchState.now() if self._record or lane.rounds < WATCHED_ROUNDS.stop else None
-        slots = self._slots
+        stages, slots = self._stages, self._slots
         slots[progress.STAGE], slots[progress.BUCKET] = stage, bucket = progress.BEFORE_REPLAY, lane.bucket
         try:
             work = self._routed(lane, raw)
@@ -363,13 +361,13 @@ class Replayer:
                 self._refuse_kept(watch, lane)
             else:
                 lane.subject.before_replay()
-            self._stages.back(stage, bucket, state)
+            stages.back(stage, bucket, state)
             lane.judge_ready()
             slots[progress.STAGE] = stage = progress.REPLAY
             work()
-            self._stages.back(stage, bucket, state)
+            stages.back(stage, bucket, state)
         except (Exception, SystemExit) as error:
-            self._stages.fail(error, stage, bucket)
+            stages.fail(error, stage, bucket)
         slots[progress.STAGE] = progress.OURS
 
     def _routed(self, lane: Lane, raw: int) -> Callable[[], None]:
