@@ -281,8 +281,8 @@ class Replayer:
             self._judge_constants()
 
     def _other_work(self, lane: Lane, table: RoundTable, row: int) -> None:
-        """What a server does besides before it replays `lane`: it prepares another batch eagerly, then does whatever
-        the subject declares."""
+        """What a server does besides before it replays `lane`: it prepares another batch eagerly, then does
+        whatever the subject declares."""
         other = self._prepared_again(lane, table, row)
         state, stage, bucket = TorchState.now(), progress.BEFORE_REPLAY, lane.bucket
         try:

@@ -1,4 +1,4 @@
-"""Job: one subject on one set of buckets to be captured. The fast run opens it, and so does its slow confirmation."""
+"""Job: one subject on one set of buckets to be captured, which the fast run and its confirmation open."""
 
 from __future__ import annotations
 

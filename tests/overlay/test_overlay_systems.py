@@ -25,7 +25,7 @@ from dsa_verify.overlay import Overlay
 from dsa_verify.overlay.copies import GroupedCopy
 from dsa_verify.overlay.inputs import LegalInputs, Taken, input_specs, token_columns
 from dsa_verify.overlay.launch import OwnStream
-from dsa_verify.replay.replayer import Lane
+from dsa_verify.replay.bucket import Lane
 from dsa_verify.rounds.matrix import Config, diagnostic_matrix
 from dsa_verify.systems.catalogue import SYSTEMS
 
