@@ -52,7 +52,7 @@ def measure(system_name: str, fault: str, seeds: int, device_name: str) -> Line:
     from dsa_verify.contract.geometry import Geometry
     from dsa_verify.contract.round import read_case
     from dsa_verify.graphs import open_backend
-    from dsa_verify.replay.setup import Job
+    from dsa_verify.replay.setup import ReplaySetup
     from dsa_verify.rounds.matrix import diagnostic_matrix
     from dsa_verify.subjects.faults.conduct import WrongOnce
     from dsa_verify.systems.catalogue import SYSTEMS
@@ -70,9 +70,9 @@ def measure(system_name: str, fault: str, seeds: int, device_name: str) -> Line:
     backend = open_backend(device)
     taken, small, took = [], None, 0.0
     for seed in range(seeds):
-        job = Job.make(system, config.geometry, config.buckets, seed, subject, fault, backend)
+        setup = ReplaySetup.make(system, config.geometry, config.buckets, seed, subject, fault, backend)
         with tempfile.TemporaryDirectory() as folder:
-            result = fuzz(job, MOST_ROUNDS, seed, folder=Path(folder), chunk_rounds=CHUNK_ROUNDS)
+            result = fuzz(setup, MOST_ROUNDS, seed, folder=Path(folder), chunk_rounds=CHUNK_ROUNDS)
             taken.append(result.executed if result.findings else MOST_ROUNDS + 1)
             if result.findings and small is None:
                 finding = result.findings[0]

@@ -18,7 +18,7 @@ def main() -> None:
     from dsa_verify.contract.geometry import Geometry
     from dsa_verify.graphs import open_backend
     from dsa_verify.judge.judge import Phase
-    from dsa_verify.replay.setup import Job
+    from dsa_verify.replay.setup import ReplaySetup
     from dsa_verify.rounds.matrix import diagnostic_matrix
     from dsa_verify.systems.catalogue import get_system
 
@@ -26,22 +26,22 @@ def main() -> None:
     batch, drafts, context = (int(text) for text in (sys.argv[2:] or ["4", "6", "4096"]))
     geometry = Geometry.resolve("deepseek_v32", {"context": context, "request_rows": 4 * batch})
     config = diagnostic_matrix(get_system(system), geometry, rounds=512 + 17, batches=[batch], drafts=[drafts])[0]
-    job = Job.make(config.system, config.geometry, config.buckets, 0, None, None, open_backend(device))
-    replayer = job.open(512)
+    setup = ReplaySetup.make(config.system, config.geometry, config.buckets, 0, None, None, open_backend(device))
+    replayer = setup.open(512)
     tables = list(config.chunks())
     replayer.replay(tables[0])
-    lane = replayer.lanes[batch]
+    captured = replayer.buckets[batch]
     stages = {
-        "prepare (inputs, poison)": lane.prepare,
-        "oracle": lane.oracle_graph.replay,
-        "subject": lane.subject_graph.replay,
-        "judge": lambda: lane.judge_replay(Phase.REPLAY),
-        "judge, other buckets": lane.judge_private,
+        "prepare (inputs, poison)": captured.prepare,
+        "oracle": captured.oracle_graph.replay,
+        "subject": captured.subject_graph.replay,
+        "judge": lambda: captured.judge_replay(Phase.REPLAY),
+        "judge, other buckets": captured.judge_private,
     }
     for name, stage in stages.items():
-        replayer.feed.upload(tables[1])
+        replayer.input_buffers.upload(tables[1])
         print(f"{name:<26} {_microseconds(stage, 400):8.1f} us")
-    replayer.feed.upload(tables[1])
+    replayer.input_buffers.upload(tables[1])
     start = time.perf_counter()
     replayer.replay(tables[1])
     torch.cuda.synchronize()

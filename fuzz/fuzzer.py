@@ -1,8 +1,8 @@
-"""Fuzzer: runs a job through the rounds of a world, captured anew from time to time, and says what was seen.
+"""Fuzzer: runs a setup through the rounds of a world, captured anew from time to time, and says what was seen.
 
 The world's rounds go the way of all rounds (verify.py): in chunks, polled once a chunk, a difference confirmed and
 explained from nothing. A stretch between two captures is one run of it, in which request pages start where captures
-find them. The first finding ends the fuzzing. The same job, rounds and seed give the same rounds and the same digest.
+find them. The first finding ends the fuzzing. The same setup, rounds and seed give the same rounds and the same digest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.finding import Finding
 from dsa_verify.contract.round_table import RoundTable
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import CHUNK_ROUNDS
 from dsa_verify.run.verify import FINDINGS_FOLDER, Counts, verify_rounds
 from fuzz.engine.bulk_rounds import resident_chunks
@@ -60,7 +60,7 @@ class FuzzResult:
 
 
 def fuzz(
-    job: Job,
+    setup: ReplaySetup,
     rounds: int,
     seed: int = 0,
     coverage: Coverage | None = None,
@@ -79,23 +79,23 @@ def fuzz(
     what is raised. UsageError for a count below 1: a run that checks nothing must not look like one that did.
     """
     if chunk_rounds is None:
-        chunk_rounds = CHUNK_ROUNDS if job.backend.device.type == "cuda" else SLOW_CHUNK_ROUNDS
+        chunk_rounds = CHUNK_ROUNDS if setup.backend.device.type == "cuda" else SLOW_CHUNK_ROUNDS
     for name, value in (("rounds", rounds), ("rounds_per_capture", rounds_per_capture), ("chunk_rounds", chunk_rounds)):
         if value < 1:
             raise UsageError(f"{name}: {value} is below 1; use 1 or more")
-    coverage = coverage or Coverage(job.system.name, job.geometry, job.buckets)
-    world = World(job.system.name, job.geometry, job.buckets, seed, coverage=coverage, outside=outside)
+    coverage = coverage or Coverage(setup.system.name, setup.geometry, setup.buckets)
+    world = World(setup.system.name, setup.geometry, setup.buckets, seed, coverage=coverage, outside=outside)
     counts, captures, left, findings = Counts(), 0, rounds, list[Finding]()
     while left and not findings:
         count = min(left, rounds_per_capture)
         coverage.recaptured()
         chunks = (
-            resident_chunks(job, seed, rounds - left, count, chunk_rounds, coverage)
+            resident_chunks(setup, seed, rounds - left, count, chunk_rounds, coverage)
             if resident
-            else _chunks(job, world, count, chunk_rounds)
+            else _chunks(setup, world, count, chunk_rounds)
         )
-        chunks = job.with_foreign_work(chunks, captures)
-        found = verify_rounds(job, chunks, counts, folder=folder, on_rounds=on_rounds)
+        chunks = setup.with_foreign_work(chunks, captures)
+        found = verify_rounds(setup, chunks, counts, folder=folder, on_rounds=on_rounds)
         findings = [_after(rounds - left, finding) for finding in found]
         captures, left = captures + 1, left - count
     counts.configs = 1
@@ -116,8 +116,8 @@ def _after(first: int, finding: Finding) -> Finding:
     return finding if seen is None else dataclasses.replace(finding, seen_in_round=first + seen)
 
 
-def _chunks(job: Job, world: World, count: int, chunk_rounds: int) -> Iterator[RoundTable]:
+def _chunks(setup: ReplaySetup, world: World, count: int, chunk_rounds: int) -> Iterator[RoundTable]:
     """The next `count` rounds of `world`, on pages that no round has moved yet."""
-    generations = job.generations()
+    generations = setup.generations()
     for start in range(0, count, chunk_rounds):
-        yield job.table(world.rounds(min(chunk_rounds, count - start)), generations=generations)
+        yield setup.table(world.rounds(min(chunk_rounds, count - start)), generations=generations)

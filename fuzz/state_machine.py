@@ -25,11 +25,11 @@ from dsa_verify.diagnosis.confirm import confirm, fault_finding, flaky_finding
 from dsa_verify.graphs import open_backend
 from dsa_verify.judge.judge import live_words
 from dsa_verify.judge.schedule_laws import ScheduleLaw
-from dsa_verify.replay.bucket import Lane
+from dsa_verify.replay.bucket import CapturedBucket
 from dsa_verify.replay.observation import Observation
 from dsa_verify.replay.replayer import Replayer
-from dsa_verify.replay.setup import Job
-from dsa_verify.replay.subject_stages import SubjectFault
+from dsa_verify.replay.setup import ReplaySetup
+from dsa_verify.replay.subject_stages import SubjectError
 from dsa_verify.systems.catalogue import get_system
 from dsa_verify.systems.indexer import scheduled_lengths
 from fuzz.engine.boundaries import boundaries
@@ -70,18 +70,18 @@ class MachineTally:
 
 
 class Machine(RuleBasedStateMachine):
-    """Subclasses name a `job`; `machine_of` makes one."""
+    """Subclasses name a `setup`; `machine_of` makes one."""
 
-    job: ClassVar[Job]
+    setup: ClassVar[ReplaySetup]
     tally: ClassVar[MachineTally]
     coverage: ClassVar[Coverage]
 
     def __init__(self) -> None:
         super().__init__()
-        job = self.job
+        setup = self.setup
         self.tally.runs += 1
         # Freed pages are reused at once; that they move is a rule's doing.
-        self.world = World(job.system.name, job.geometry, job.buckets, _WORLD_SEED, outside=False, reuse="lifo")
+        self.world = World(setup.system.name, setup.geometry, setup.buckets, _WORLD_SEED, outside=False, reuse="lifo")
         self.poison, self.bucket = POISONS[0], 0
         self._forget()
 
@@ -157,7 +157,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(boundary=st.sampled_from(range(1 << 10)))
     def replay_boundary(self, boundary: int) -> None:
-        known = boundaries(self.job.system.name, self.job.geometry, self.job.buckets)
+        known = boundaries(self.setup.system.name, self.setup.geometry, self.setup.buckets)
         self._run(self.world.at(known[boundary % len(known)]))
 
     # Invariants ------------------------------------------------------------------------------------------------------
@@ -169,10 +169,10 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def live_values_are_legal(self) -> None:
         """Every value that a consumer may read is within the field's limits (contract 11.4)."""
-        if self.lane is None:
+        if self.captured is None:
             return
-        for region in self.lane.judged_fields:
-            field = self.lane.layout[region.name]
+        for region in self.captured.judged_fields:
+            field = self.captured.layout[region.name]
             if field.compare is not Compare.EXACT or field.dtype != "int32":
                 continue
             values = region.got[live_words(region)].long()  # int32 does not hold every limit
@@ -182,14 +182,14 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def schedules_cover_their_tiles(self) -> None:
         """Contract 3.5, of the lengths that the subject itself gave."""
-        if self.lane is None:
+        if self.captured is None:
             return
-        for name, schedule in self.lane.buffers.items():
+        for name, schedule in self.captured.buffers.items():
             found = scheduled_lengths(name)
-            if found is None or found[0] not in self.lane.buffers:
+            if found is None or found[0] not in self.captured.buffers:
                 continue
-            lengths = self.lane.buffers[found[0]].clamp(min=1 if found[1] else 0)
-            broken = _broken_law(self.job.geometry, schedule, lengths)
+            lengths = self.captured.buffers[found[0]].clamp(min=1 if found[1] else 0)
+            broken = _broken_law(self.setup.geometry, schedule, lengths)
             assert broken is None, self._say(f"{name}: {broken}")
 
     # Replaying -------------------------------------------------------------------------------------------------------
@@ -197,8 +197,8 @@ class Machine(RuleBasedStateMachine):
     def _forget(self) -> None:
         """The next replay captures first: its buffers hold what pad rows give, its pages are those of a fresh start."""
         self.rounds: list[Round] = []
-        self.generations = self.job.generations()
-        self.lane: Lane | None = None
+        self.generations = self.setup.generations()
+        self.captured: CapturedBucket | None = None
         self.replayer: Replayer | None = None
 
     def _run(self, round_: Round) -> None:
@@ -206,25 +206,25 @@ class Machine(RuleBasedStateMachine):
         self.rounds.append(round_)
         try:
             seen = self._replay(round_)
-        except SubjectFault as fault:
-            raise AssertionError(self._say(fault_finding(self.job, fault).sentence)) from fault
+        except SubjectError as fault:
+            raise AssertionError(self._say(fault_finding(self.setup, fault).sentence)) from fault
         self.tally.executed += 1
         self.coverage.observe(round_)
         assert self.replayer is not None
-        self.lane = self.replayer.lanes[round_.bucket]
+        self.captured = self.replayer.buckets[round_.bucket]
         if seen.first_wrong_round is not None:
-            found = confirm(self.job, self.rounds) or [flaky_finding(self.job, seen.tallies, 1)]
+            found = confirm(self.setup, self.rounds) or [flaky_finding(self.setup, seen.tallies, 1)]
             raise AssertionError(self._say("\n".join(finding.sentence for finding in found)))
 
     def _replay(self, round_: Round) -> Observation:
         if self.replayer is None:
             self.tally.captures += 1
             self.coverage.recaptured()
-            self.replayer = self.job.open(1)
-        return self.replayer.run(self.job.table([round_], generations=self.generations))
+            self.replayer = self.setup.open(1)
+        return self.replayer.run(self.setup.table([round_], generations=self.generations))
 
     def _say(self, sentence: str) -> str:
-        return f"{sentence}\nTo run the history again, put this above it:\n{preamble(self.job)}"
+        return f"{sentence}\nTo run the history again, put this above it:\n{preamble(self.setup)}"
 
     def _at(self, place: int) -> int:
         return place % len(self.world.live)
@@ -236,17 +236,17 @@ class Machine(RuleBasedStateMachine):
         return min(length, self.world.longest)
 
 
-def machine_of(job: Job) -> type[Machine]:
-    """A machine that fuzzes `job`; `.TestCase` is a test of it, `run` runs it."""
+def machine_of(setup: ReplaySetup) -> type[Machine]:
+    """A machine that fuzzes `setup`; `.TestCase` is a test of it, `run` runs it."""
 
     def replay_outside(self: Machine, spec: RoundSpec) -> None:
         self._run(self.world.outside(spec))
 
     body = {
-        "job": job,
+        "setup": setup,
         "tally": MachineTally(),
-        "coverage": Coverage(job.system.name, job.geometry, job.buckets),
-        "replay_outside": rule(spec=specs(job.system.name, job.geometry, job.buckets))(replay_outside),
+        "coverage": Coverage(setup.system.name, setup.geometry, setup.buckets),
+        "replay_outside": rule(spec=specs(setup.system.name, setup.geometry, setup.buckets))(replay_outside),
     }
     return type("Machine", (Machine,), body)
 
@@ -263,13 +263,20 @@ def machine_for(
     """`machine_of` from names alone, as in the line that a failing machine gives."""
     backend = open_backend(settle_device(device))
     resolved = Geometry.resolve(preset, geometry)
-    return machine_of(Job.make(get_system(system), resolved, buckets, 0, subject, fault, backend))
+    return machine_of(ReplaySetup.make(get_system(system), resolved, buckets, 0, subject, fault, backend))
 
 
-def preamble(job: Job) -> str:
+def preamble(setup: ReplaySetup) -> str:
     """The Python that makes the `Machine` of a printed history."""
-    names = (job.system.name, job.geometry.preset, job.geometry.overrides(), job.buckets, job.subject, job.fault)
-    arguments = ", ".join(map(repr, (*names, str(job.backend.device))))
+    names = (
+        setup.system.name,
+        setup.geometry.preset,
+        setup.geometry.overrides(),
+        setup.buckets,
+        setup.subject,
+        setup.fault,
+    )
+    arguments = ", ".join(map(repr, (*names, str(setup.backend.device))))
     return (
         "from fuzz.engine.expansion import RoundSpec\n"
         f"from fuzz.state_machine import machine_for; Machine = machine_for({arguments})"

@@ -1,4 +1,4 @@
-"""Feed: the static input buffers, and the step that writes one round into them on the device.
+"""InputBuffers: the static input buffers, and the step that writes one round into them on the device.
 
 A chunk of rounds is uploaded at once as rows of packed int32; `step` picks the next row by a device counter, copies
 lengths and requests into the subject's and the oracle's own input buffers, and moves remapped requests to other
@@ -68,7 +68,7 @@ class _Columns:
         return cls(inputs=inputs, width=ends[-1], **pieces)
 
 
-class Feed:
+class InputBuffers:
     """Inputs for buckets up to `widest` on `device`, the subject's in the form that `geometry` asks for, the oracle's
     plain. `guards`: around the subject's, and in their gaps.
 

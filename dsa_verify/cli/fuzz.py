@@ -22,7 +22,7 @@ from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.geometry import parse_settings
 from dsa_verify.contract.round import read_case
 from dsa_verify.graphs import Backend, open_backend
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.report import document
 from dsa_verify.report.terminal import Terminal
 from dsa_verify.rounds.matrix import Config
@@ -126,7 +126,7 @@ def _with_the_fault(configs: Sequence[Config], rounds: int, options: Options, ba
     found, refusals = list[Config](), list[UsageError]()
     for config in configs:
         try:
-            Job.make(
+            ReplaySetup.make(
                 config.system, config.geometry, config.buckets, options.seed, options.subject, options.fault, backend
             )
             found.append(config)
@@ -157,7 +157,7 @@ def _fuzz_system(
         if not config.rounds:
             continue
         terminal.say(f"  {config.rounds} rounds of {describe(config)}")
-        job = Job.make(
+        setup = ReplaySetup.make(
             system,
             config.geometry,
             config.buckets,
@@ -168,7 +168,7 @@ def _fuzz_system(
             ledger,
         )
         part = fuzz(
-            job,
+            setup,
             config.rounds,
             options.seed,
             Coverage(system.name, config.geometry, config.buckets),
@@ -177,7 +177,7 @@ def _fuzz_system(
             on_rounds=terminal.advance,
         )
         parts.append((config, part))
-        result.not_covered.update(job.not_covered)
+        result.not_covered.update(setup.not_covered)
         result.counts.add(part.counts)
         result.wall_s = time.perf_counter() - start
         result.findings += part.findings

@@ -22,11 +22,11 @@ from dsa_verify.diagnosis import dcp_explanations as diagnose_dcp
 from dsa_verify.diagnosis.diagnose import broken_law, diagnose_field, explain_guard, if_replayed_again
 from dsa_verify.diagnosis.evidence import Evidence, Moment
 from dsa_verify.judge.judge import RING_ENTRIES, Difference, Phase, Tally, expected_words, live_words
-from dsa_verify.replay.bucket import AddressChange, Lane, WrongRoute, host_copy
+from dsa_verify.replay.bucket import AddressChange, CapturedBucket, WrongRoute, host_copy
 from dsa_verify.replay.compilations import Compilation
 from dsa_verify.replay.replayer import Replayer
-from dsa_verify.replay.setup import Job, remap_slots_of
-from dsa_verify.replay.subject_stages import SubjectFault
+from dsa_verify.replay.setup import ReplaySetup, remap_slots_of
+from dsa_verify.replay.subject_stages import SubjectError
 from dsa_verify.systems.indexer import scheduled_lengths
 from dsa_verify.waivers.mask import WaivedWords
 from dsa_verify.waivers.waivers import Waiver
@@ -44,50 +44,50 @@ _FAULT_DIAGNOSES: Final = {
 }
 
 
-def confirm(job: Job, rounds: Sequence[Round], *, waived: set[Covered] | None = None) -> list[Finding]:
+def confirm(setup: ReplaySetup, rounds: Sequence[Round], *, waived: set[Covered] | None = None) -> list[Finding]:
     """The findings of the first wrong round of `rounds`, without their cases; empty if all are right.
 
     A word that a waiver covers is right only if it is called what the waiver is for. `waived` is given what was so.
     """
     waived = set() if waived is None else waived
     slots = remap_slots_of(rounds)
-    table = job.table(rounds, slots)
+    table = setup.table(rounds, slots)
     history: deque[Moment] = deque(maxlen=HISTORY_ROUNDS)
     found: list[Finding] = []
     doubts: list[_Doubt] = []
     told: set[object] = set()
     try:
-        replayer = job.open(len(rounds), slots, record=True, first=table)
-        capture = {bucket: _capture_moment(job, lane) for bucket, lane in replayer.lanes.items()}
+        replayer = setup.open(len(rounds), slots, record=True, first=table)
+        capture = {bucket: _capture_moment(setup, captured) for bucket, captured in replayer.buckets.items()}
 
-        def look_at_replay(lane: Lane, row: int) -> None:
-            evidence = _evidence(lane, _moment(lane, table, row), history, capture)
-            found.extend(_findings(job, replayer, lane, evidence, doubts, told))
-            found.extend(_beyond_waivers(job, lane, evidence, {finding.field for finding in found}, waived))
+        def look_at_replay(captured: CapturedBucket, row: int) -> None:
+            evidence = _evidence(captured, _moment(captured, table, row), history, capture)
+            found.extend(_findings(setup, replayer, captured, evidence, doubts, told))
+            found.extend(_beyond_waivers(setup, captured, evidence, {finding.field for finding in found}, waived))
             history.append(evidence.now)
 
-        def look(lane: Lane, row: int) -> bool:
+        def look(captured: CapturedBucket, row: int) -> bool:
             if table.twice[row]:  # the first replay has been looked at
-                evidence = _evidence(lane, history.pop(), history, capture)
-                found.extend(_findings(job, replayer, lane, evidence, doubts, told))
+                evidence = _evidence(captured, history.pop(), history, capture)
+                found.extend(_findings(setup, replayer, captured, evidence, doubts, told))
                 history.append(evidence.now)
             else:
-                look_at_replay(lane, row)
+                look_at_replay(captured, row)
             return bool(found)
 
         replayer.replay(table, after_round=look, after_first=look_at_replay)
         if doubts:
-            _replay_again(job, replayer, rounds[history[-1].round], slots, doubts)
+            _replay_again(setup, replayer, rounds[history[-1].round], slots, doubts)
             found = [_without_doubt(finding, doubts) for finding in found]
         if not found:
             replayer.finish()
-            last = replayer.lanes[rounds[-1].bucket] if rounds else None
+            last = replayer.buckets[rounds[-1].bucket] if rounds else None
             if last is not None:
                 *earlier, now = history
                 evidence = _evidence(last, now, earlier, capture)
-                found.extend(_findings(job, replayer, last, evidence, doubts, told))
-    except SubjectFault as fault:
-        return [fault_finding(job, fault)]
+                found.extend(_findings(setup, replayer, last, evidence, doubts, told))
+    except SubjectError as fault:
+        return [fault_finding(setup, fault)]
     return found
 
 
@@ -101,12 +101,12 @@ class _Doubt:
     got: int | None = None
 
 
-def _replay_again(job: Job, replayer: Replayer, round_: Round, slots: int, doubts: Sequence[_Doubt]) -> None:
+def _replay_again(setup: ReplaySetup, replayer: Replayer, round_: Round, slots: int, doubts: Sequence[_Doubt]) -> None:
     """Replay the inputs of `round_`, the last one, once more, and look at what is in doubt."""
     again = dataclasses.replace(round_.with_remap(()), twice=False, foreign=False, poison="loud")
     try:
-        replayer.replay(job.table([again], slots))
-    except SubjectFault:
+        replayer.replay(setup.table([again], slots))
+    except SubjectError:
         return  # what was found before it stands
     for doubt in doubts:
         seen = doubt.difference
@@ -122,20 +122,20 @@ def _without_doubt(finding: Finding, doubts: Sequence[_Doubt]) -> Finding:
     return finding
 
 
-def fault_finding(job: Job, fault: SubjectFault) -> Finding:
+def fault_finding(setup: ReplaySetup, fault: SubjectError) -> Finding:
     """The finding that a failing (rather than wrong) subject is."""
     return Finding(
-        system=job.system.name,
-        subject=job.subject,
+        system=setup.system.name,
+        subject=setup.subject,
         diagnosis=_FAULT_DIAGNOSES.get(fault.kind, Diagnosis.RAISES),
         sentence=f"{fault.kind}: {'' if fault.bucket is None else f'bucket {fault.bucket}: '}{fault}",
         bucket=fault.bucket,
         round=fault.round,
-        draft_tokens=job.geometry.draft_tokens,
+        draft_tokens=setup.geometry.draft_tokens,
     )
 
 
-def late_compilations(job: Job, compiled: Sequence[Compilation]) -> list[Finding]:
+def late_compilations(setup: ReplaySetup, compiled: Sequence[Compilation]) -> list[Finding]:
     """A finding for each kernel that was compiled while rounds ran, of its first time. It does not show again in this
     process, which has the kernel now."""
     first: dict[str, Compilation] = {}
@@ -144,8 +144,8 @@ def late_compilations(job: Job, compiled: Sequence[Compilation]) -> list[Finding
     count = Counter(each.kernel for each in compiled)
     return [
         Finding(
-            system=job.system.name,
-            subject=job.subject,
+            system=setup.system.name,
+            subject=setup.subject,
             diagnosis=Diagnosis.RECOMPILES,
             sentence=(
                 f"recompiles: bucket {each.bucket}, round {each.round}: {each.sentence}"
@@ -154,20 +154,20 @@ def late_compilations(job: Job, compiled: Sequence[Compilation]) -> list[Finding
             bucket=each.bucket,
             round=each.round,
             differing=count[kernel],
-            draft_tokens=job.geometry.draft_tokens,
+            draft_tokens=setup.geometry.draft_tokens,
         )
         for kernel, each in first.items()
     ]
 
 
-def flaky_finding(job: Job, tallies: Mapping[int, Tally], attempts: int) -> Finding:
+def flaky_finding(setup: ReplaySetup, tallies: Mapping[int, Tally], attempts: int) -> Finding:
     """What is left to say when a difference did not show again."""
     seen = [(difference, bucket) for bucket, tally in tallies.items() for difference in tally.first]
     first, bucket = min(seen, key=lambda pair: pair[0].round, default=(None, None))
     name = f"{first.region.kind.value} {first.region.name}" if first else "an address"
     return Finding(
-        system=job.system.name,
-        subject=job.subject,
+        system=setup.system.name,
+        subject=setup.subject,
         diagnosis=Diagnosis.FLAKY,
         sentence=(
             f"flaky: {name} differed in round {first.round if first else '?'} and was right in {attempts} repeats of "
@@ -176,13 +176,13 @@ def flaky_finding(job: Job, tallies: Mapping[int, Tally], attempts: int) -> Find
         field=first.region.name if first else None,
         bucket=bucket,
         round=first.round if first else None,
-        draft_tokens=job.geometry.draft_tokens,
+        draft_tokens=setup.geometry.draft_tokens,
     )
 
 
-def flaky_waived(job: Job, waiver: Waiver, round_: int, bucket: int, attempts: int) -> Finding:
+def flaky_waived(setup: ReplaySetup, waiver: Waiver, round_: int, bucket: int, attempts: int) -> Finding:
     """Likewise, where a waiver covers it."""
-    base = _base(job, bucket, round_)
+    base = _base(setup, bucket, round_)
     sentence = (
         f"flaky: field {waiver.field} differed in round {round_} and was right in {attempts} repeats of the same "
         f"rounds, so it is not what waiver {waiver.id} is for; suspect a race or a read of memory that nothing wrote"
@@ -191,7 +191,12 @@ def flaky_waived(job: Job, waiver: Waiver, round_: int, bucket: int, attempts: i
 
 
 def _findings(
-    job: Job, replayer: Replayer, lane: Lane, evidence: Evidence, doubts: list[_Doubt], told: set[object]
+    setup: ReplaySetup,
+    replayer: Replayer,
+    captured: CapturedBucket,
+    evidence: Evidence,
+    doubts: list[_Doubt],
+    told: set[object],
 ) -> list[Finding]:
     """What is wrong after this replay, in reporting order, but for what is in `told`; adds to it and to `doubts`."""
     tallies = replayer.poll()
@@ -205,7 +210,7 @@ def _findings(
     replaced = {change.field for change in replayer.address_changes}
     findings = [
         dataclasses.replace(
-            _base(job, change.bucket, change.round),
+            _base(setup, change.bucket, change.round),
             diagnosis=Diagnosis.BUFFER_REPLACED,
             field=change.field,
             section=MEMORY_RULE,
@@ -218,7 +223,7 @@ def _findings(
     ]
     findings += [
         dataclasses.replace(
-            _base(job, wrong.bucket, wrong.round),
+            _base(setup, wrong.bucket, wrong.round),
             diagnosis=Diagnosis.WRONG_ROUTE,
             sentence=(
                 f"wrong route: raw batch {wrong.raw} of bucket {wrong.bucket} was prepared by {_ROUTES[wrong.taken]}, "
@@ -245,8 +250,8 @@ def _findings(
         differences = [difference for _, difference in entries]
         if first.region.kind is Kind.FIELD and first.phase in (Phase.REPLAY, Phase.SECOND_REPLAY):
             differences = first_differences(first)
-        base = dataclasses.replace(_base(job, bucket, first.round), differing=counts.get(id(first.region), 0))
-        findings.append(_judged(base, evidence, differences, lane, doubts))
+        base = dataclasses.replace(_base(setup, bucket, first.round), differing=counts.get(id(first.region), 0))
+        findings.append(_judged(base, evidence, differences, captured, doubts))
     return findings
 
 
@@ -295,7 +300,7 @@ def _judged(
     base: Finding,
     evidence: Evidence,
     differences: Sequence[Difference],
-    lane: Lane,
+    captured: CapturedBucket,
     doubts: list[_Doubt] | None = None,
 ) -> Finding:
     first = differences[0]
@@ -315,7 +320,7 @@ def _judged(
         )
     elif region.kind is Kind.LAW:
         diagnosis = Diagnosis.LAW_BROKEN
-        broken = lane.laws.broken(region.name)[0]
+        broken = captured.laws.broken(region.name)[0]
         law = broken.law.value
         sentence = f"{diagnosis.value}: {region.name} is what the oracle has, and yet {broken.sentence} (contract 3.5)"
     elif first.phase is Phase.FILLED:
@@ -340,7 +345,7 @@ def _judged(
             doubts.append(_Doubt(difference=first, sentence=sentence, told=told))
         if first.phase is Phase.BEFORE_GRAPH:
             sentence = f"before the graph replays: {sentence}"
-        if said := _own_words(lane, first):
+        if said := _own_words(captured, first):
             sentence = f"{sentence}; {said}"
         breaks = broken_law(evidence, region) if scheduled_lengths(region.name) is not None else None
         if breaks is not None:
@@ -370,33 +375,33 @@ def _section(evidence: Evidence, first: Difference) -> str | None:
 
 
 def _beyond_waivers(
-    job: Job, lane: Lane, evidence: Evidence, known: set[str | None], waived: set[Covered]
+    setup: ReplaySetup, captured: CapturedBucket, evidence: Evidence, known: set[str | None], waived: set[Covered]
 ) -> list[Finding]:
     """A finding for each field, but those `known`, of which a waiver covers words that are not what it is for."""
     findings = []
-    for words in lane.waived:
+    for words in captured.waived:
         waiver = words.waiver
         if not waiver.sampled or waiver.field in known:
             continue
         differences = words.differences(evidence.now.round)
         if not differences:
             continue
-        waived.add((lane.bucket, waiver.key))
+        waived.add((captured.bucket, waiver.key))
         law = broken_law(evidence, words.region) if waiver.law is not None else None
         others = differences
         if waiver.law is None or (law is not None and law.law.value == waiver.law):
-            others = _other_differences(words, evidence, differences, lane)
+            others = _other_differences(words, evidence, differences, captured)
         if not others:
             continue
-        base = dataclasses.replace(_base(job, lane.bucket, evidence.now.round), differing=len(others))
-        finding = _judged(base, evidence, others, lane)
+        base = dataclasses.replace(_base(setup, captured.bucket, evidence.now.round), differing=len(others))
+        finding = _judged(base, evidence, others, captured)
         sentence = f"{finding.sentence}; waiver {waiver.id} covers only what is {waiver.covered}"
         findings.append(dataclasses.replace(finding, sentence=sentence))
     return findings
 
 
 def _other_differences(
-    words: WaivedWords, evidence: Evidence, differences: Sequence[Difference], lane: Lane
+    words: WaivedWords, evidence: Evidence, differences: Sequence[Difference], captured: CapturedBucket
 ) -> list[Difference]:
     """Those of `differences` that are not what the waiver of `words` is for, each explained by itself."""
     waiver = words.waiver
@@ -409,14 +414,14 @@ def _other_differences(
         diagnosis, sentence, _ = diagnose_field(evidence, [difference])
         if diagnosis not in waiver.diagnoses:
             return False
-        return waiver.says is None or waiver.says in f"{sentence}; {_own_words(lane, difference)}"
+        return waiver.says is None or waiver.says in f"{sentence}; {_own_words(captured, difference)}"
 
     return [difference for difference in differences if not is_waived(difference)]
 
 
-def _own_words(lane: Lane, difference: Difference) -> str:
+def _own_words(captured: CapturedBucket, difference: Difference) -> str:
     """What the subject itself has to say of a wrong element; empty for most."""
-    own = getattr(lane.subject, "explain", None)
+    own = getattr(captured.subject, "explain", None)
     name, column = difference.region.name, difference.column
     try:
         said = own(name, difference.row, column, difference.got, difference.want) if own is not None else None
@@ -435,31 +440,33 @@ def _tail(evidence: Evidence, first: Difference) -> str:
     )
 
 
-def _base(job: Job, bucket: int, round_: int) -> Finding:
+def _base(setup: ReplaySetup, bucket: int, round_: int) -> Finding:
     return Finding(
-        system=job.system.name,
-        subject=job.subject,
+        system=setup.system.name,
+        subject=setup.subject,
         diagnosis=Diagnosis.WRONG_VALUE,
         sentence="",
         bucket=bucket,
         round=round_,
-        draft_tokens=job.geometry.draft_tokens,
+        draft_tokens=setup.geometry.draft_tokens,
     )
 
 
-def _evidence(lane: Lane, now: Moment, earlier: Iterable[Moment], capture: Mapping[int, Moment]) -> Evidence:
+def _evidence(
+    captured: CapturedBucket, now: Moment, earlier: Iterable[Moment], capture: Mapping[int, Moment]
+) -> Evidence:
     """What may be said of the round that was replayed last, whose request table lies in the inputs."""
     return Evidence(
-        layout=lane.layout,
+        layout=captured.layout,
         now=now,
         earlier=list(earlier),
-        capture=capture[lane.bucket],
-        owner_of=held_in(lane.layout.geometry, lane.inputs.req_to_token),
+        capture=capture[captured.bucket],
+        owner_of=held_in(captured.layout.geometry, captured.inputs.req_to_token),
     )
 
 
-def _moment(lane: Lane, table: RoundTable, row: int) -> Moment:
-    bucket, given = lane.bucket, lane.inputs.tensors() if lane.layout.system == "dcp" else {}
+def _moment(captured: CapturedBucket, table: RoundTable, row: int) -> Moment:
+    bucket, given = captured.bucket, captured.inputs.tensors() if captured.layout.system == "dcp" else {}
     return Moment(
         round=row,
         bucket=bucket,
@@ -471,12 +478,12 @@ def _moment(lane: Lane, table: RoundTable, row: int) -> Moment:
         live_candidates=tuple(table.live_candidates[row, :bucket].tolist()),
         token_rows=int(table.token_rows[row]),
         poison=POISONS[int(table.poison[row])],
-        want=host_copy(lane.oracle_buffers),
+        want=host_copy(captured.oracle_buffers),
         inputs={name: given[name].cpu().clone() for name in diagnose_dcp.INPUTS if name in given},
     )
 
 
-def _capture_moment(job: Job, lane: Lane) -> Moment:
+def _capture_moment(setup: ReplaySetup, captured: CapturedBucket) -> Moment:
     """What was right for the inputs at capture: every row a pad row (contract 0.2)."""
-    idle = job.table([Round(bucket=lane.bucket, seq_lens=(), requests=())])
-    return dataclasses.replace(_moment(lane, idle, 0), round=-1, want=lane.at_capture)
+    idle = setup.table([Round(bucket=captured.bucket, seq_lens=(), requests=())])
+    return dataclasses.replace(_moment(captured, idle, 0), round=-1, want=captured.at_capture)

@@ -1,4 +1,4 @@
-"""Lane: oracle and subject of one bucket as they were captured, with the judges over them.
+"""CapturedBucket: oracle and subject of one bucket as they were captured, with the judges over them.
 
 Why judges of their own, and not one over all: each looks at another moment of a round, or seldom, because a look costs
 as much as what it looks at is large. Each has a launch beside it, on a CUDA device a captured graph; a judge that has
@@ -130,7 +130,7 @@ def nothing() -> None:
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
-class Lane:
+class CapturedBucket:
     """Everything of one bucket that a round touches.
 
     `prepare` and `judge_*` launch the harness's own work, `judge_replay` in its two phases. `fields`: as they lie in

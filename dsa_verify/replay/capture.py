@@ -17,7 +17,7 @@ from dsa_verify.base.errors import HarnessError
 from dsa_verify.base.torch_functions import replaced_functions
 from dsa_verify.base.torch_state import TorchState
 from dsa_verify.buffers.arena import Arena
-from dsa_verify.buffers.input_buffers import Feed
+from dsa_verify.buffers.input_buffers import InputBuffers
 from dsa_verify.buffers.poison import Poison
 from dsa_verify.buffers.region import (
     Control,
@@ -42,8 +42,8 @@ from dsa_verify.judge.law_regions import LawWatch
 from dsa_verify.judge.normalise import canonical
 from dsa_verify.judge.output_check import wrong_outputs
 from dsa_verify.judge.pad_rows import own_rows
-from dsa_verify.replay.bucket import Judges, Lane, Shown, host_copy, nothing
-from dsa_verify.replay.subject_stages import SubjectFault, SubjectStages
+from dsa_verify.replay.bucket import CapturedBucket, Judges, Shown, host_copy, nothing
+from dsa_verify.replay.subject_stages import SubjectError, SubjectStages
 from dsa_verify.systems.system import System
 from dsa_verify.waivers.mask import WaivedWords
 from dsa_verify.waivers.waivers import Waiver
@@ -121,7 +121,7 @@ class Capture:
     system: System
     geometry: Geometry
     backend: Backend
-    feed: Feed
+    input_buffers: InputBuffers
     arena: Arena
     oracle_arena: Arena
     pools: tuple[object, object]
@@ -131,30 +131,30 @@ class Capture:
     waivers: Collection[Waiver]
     record: bool
 
-    def open(self, layout: Layout, factory: SubjectFactory) -> Lane:
-        """Capture the bucket of `layout`. SubjectFault, or HarnessError where it is the oracle that fails."""
+    def open(self, layout: Layout, factory: SubjectFactory) -> CapturedBucket:
+        """Capture the bucket of `layout`. SubjectError, or HarnessError where it is the oracle that fails."""
         sides = self._sides(layout, factory)
         memory = field_regions(layout, sides.outputs, sides.oracle_buffers, sides.control)
         shown = self._shown(sides, {region.name: region for region in memory})
         fields = field_regions(layout, {**sides.outputs, **shown.copies}, sides.oracle_buffers, sides.control)
         around = [
             *guard_regions(self.arena, Kind.GUARD),
-            *guard_regions(self.feed, Kind.GUARD),
+            *guard_regions(self.input_buffers, Kind.GUARD),
             *beyond_regions(self.arena, layout.bucket),
         ]
         laws = LawWatch(layout, {**sides.outputs, **shown.righted}, sides.oracle_buffers)
         judges = self._judges(sides, fields, around, laws)
-        poison = Poison([*memory, *around], self.backend.device, self.feed.round_index, sides.poison_kind)
-        lane = self._lane(sides, shown, judges, laws, poison, memory)
+        poison = Poison([*memory, *around], self.backend.device, self.input_buffers.round_index, sides.poison_kind)
+        captured = self._captured(sides, shown, judges, laws, poison, memory)
         # Making the harness's graphs ran them once: back to the inputs and counters of a fresh start.
-        self.feed.reset()
-        lane.reset()
-        return lane
+        self.input_buffers.reset()
+        captured.reset()
+        return captured
 
     def _sides(self, layout: Layout, factory: SubjectFactory) -> _Sides:
         bucket = layout.bucket
-        inputs, oracle_inputs = self.feed.inputs(bucket)
-        control, poison_kind = self.feed.control(bucket)
+        inputs, oracle_inputs = self.input_buffers.inputs(bucket)
+        control, poison_kind = self.input_buffers.control(bucket)
         buffers, oracle_buffers = self.arena.at(bucket), self.oracle_arena.at(bucket)
         oracle, oracle_graph = self._captured_oracle(oracle_inputs, oracle_buffers)
         at_capture = host_copy(oracle_buffers) if self.record else {}
@@ -232,7 +232,7 @@ class Capture:
                 forms[waiver.field].copy if waiver.field in forms else None,
                 at_capture=sides.frozen[waiver.field],
                 whole=layout[waiver.field].compare is Compare.ITEMS,
-                round_index=self.feed.round_index,
+                round_index=self.input_buffers.round_index,
             )
             for waiver in sides.waivers
             if waiver.field in memory
@@ -242,13 +242,13 @@ class Capture:
     def _judges(self, sides: _Sides, fields: list[Region], around: list[Region], laws: LawWatch) -> Judges:
         own_inputs = input_regions(sides.inputs, sides.oracle_inputs)
         # Rows of wider buckets are as little this one's to write as its own.
-        all_inputs = input_regions(*self.feed.inputs(self.feed.widest))
+        all_inputs = input_regions(*self.input_buffers.inputs(self.input_buffers.widest))
         changing = [region for region in all_inputs if region.name not in _CONSTANT_INPUTS]
         filling = [region for region in own_inputs if region.name not in _CONSTANT_INPUTS]
         ready = self._ready_names(sides.subject, sides.layout.bucket)
 
         def over(regions: list[Region]) -> Judge:
-            return Judge(regions, self.backend.device, self.feed.round_index)
+            return Judge(regions, self.backend.device, self.input_buffers.round_index)
 
         return Judges(
             replay=over([*fields, *around, *changing, *guard_regions(self.oracle_arena, Kind.ORACLE_GUARD)]),
@@ -266,17 +266,17 @@ class Capture:
         unknown = [names] if isinstance(names, str) else [name for name in names if name not in fields]
         if unknown:
             message = f"ready_before_graph: {unknown[0]!r} is no field; it is a tuple of names of {', '.join(fields)}"
-            raise SubjectFault("allocate", bucket, message, kind="wrong outputs")
+            raise SubjectError("allocate", bucket, message, kind="wrong outputs")
         return tuple(names)
 
-    def _lane(
+    def _captured(
         self, sides: _Sides, shown: Shown, judges: Judges, laws: LawWatch, poison: Poison, memory: list[Region]
-    ) -> Lane:
+    ) -> CapturedBucket:
         """The bucket with what the harness launches in it, captured in the order in which it is listed."""
-        bucket, feed, graphs = sides.layout.bucket, self.feed, self.graphs
+        bucket, input_buffers, graphs = sides.layout.bucket, self.input_buffers, self.graphs
 
         def prepare() -> None:
-            feed.step(bucket)
+            input_buffers.step(bucket)
             poison.launch()
             shown.remember()
 
@@ -289,7 +289,7 @@ class Capture:
             judges.laws.launch(Phase.REPLAY)
 
         righted = shown.righted
-        return Lane(
+        return CapturedBucket(
             bucket=bucket,
             layout=sides.layout,
             subject=sides.subject,
@@ -318,4 +318,4 @@ class Capture:
 def _check_outputs(subject: Subject, buffers: Buffers, layout: Layout) -> None:
     wrong = wrong_outputs(layout, current_outputs(subject, buffers))
     if wrong:
-        raise SubjectFault("allocate", layout.bucket, "; ".join(wrong), kind="wrong outputs")
+        raise SubjectError("allocate", layout.bucket, "; ".join(wrong), kind="wrong outputs")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 
 from dsa_verify.buffers.arena import Arena
-from dsa_verify.buffers.input_buffers import Feed
+from dsa_verify.buffers.input_buffers import InputBuffers
 from dsa_verify.buffers.poison import Poison
 from dsa_verify.buffers.region import LOUD_WORD, Kind, Region, as_words, field_regions, guard_regions, input_regions
 from dsa_verify.contract.geometry import Geometry
@@ -48,11 +48,11 @@ class RankRun:
         self._geometry, self._bucket, self._rank, self._device = geometry, bucket, rank, device
         system = get_system("dcp")
         layout = system.layout(geometry, bucket)
-        self._feed = Feed("dcp", geometry, bucket, device, capacity=capacity, remap_slots=1)
+        self._input_buffers = InputBuffers("dcp", geometry, bucket, device, capacity=capacity, remap_slots=1)
         self._arena = Arena([layout], device, LOUD_WORD)
         self._oracle_buffers = Arena([layout.for_oracle()], device, LOUD_WORD).at(bucket)
         buffers = self._arena.at(bucket)
-        inputs, self._oracle_inputs = self._feed.inputs(bucket)
+        inputs, self._oracle_inputs = self._input_buffers.inputs(bucket)
         self._oracle = system.make_oracle()
         self._oracle.allocate(geometry, self._oracle_inputs, self._oracle_buffers)
         self._step = self.step_factory(rank)
@@ -65,19 +65,21 @@ class RankRun:
         self._prefix_rows = torch.zeros(1, dtype=torch.int32, device=device)
         self._close = canonical(layout, buffers, self._oracle_buffers)
         copies = {name: each.copy for name, each in self._close.items()}
-        _, poison = self._feed.control(bucket)
-        self._judge = Judge(self._regions(layout, inputs, {**buffers, **copies}), device, self._feed.round_index)
-        self._poison = Poison(self._regions(layout, inputs, buffers), device, self._feed.round_index, poison)
+        _, poison = self._input_buffers.control(bucket)
+        self._judge = Judge(
+            self._regions(layout, inputs, {**buffers, **copies}), device, self._input_buffers.round_index
+        )
+        self._poison = Poison(self._regions(layout, inputs, buffers), device, self._input_buffers.round_index, poison)
         self._graph = self._capture()
 
     def replay(self, rounds: Sequence[Round]) -> None:
         """Replay and judge each round."""
         generations = np.zeros(self._geometry.request_rows, np.int64)
         table = tabulate("dcp", self._geometry, rounds, generations, widest_bucket=self._bucket, remap_slots=1)
-        self._feed.reset()
-        self._feed.upload(table)
+        self._input_buffers.reset()
+        self._input_buffers.upload(table)
         for _ in rounds:
-            self._feed.step(self._bucket)
+            self._input_buffers.step(self._bucket)
             self._poison.launch()
             if self._graph is None:
                 self._step.in_graph()
@@ -110,7 +112,7 @@ class RankRun:
         """What this rank writes, the prefix, the merge against that of rank 0 bit by bit, the guards and the inputs."""
         others = tuple(f"rank{rank}_" for rank in range(self._geometry.dcp_size) if rank != self._rank)
         own = tuple(field for field in layout if not field.name.startswith(others))
-        control, _ = self._feed.control(self._bucket)
+        control, _ = self._input_buffers.control(self._bucket)
         prefix = Region(
             kind=Kind.FIELD,
             name="prefix",
@@ -128,7 +130,7 @@ class RankRun:
                 for (name, tensor), first in zip(self._merged.items(), self._first_merged.values(), strict=True)
             ),
             *guard_regions(self._arena, Kind.GUARD),
-            *guard_regions(self._feed, Kind.GUARD),
+            *guard_regions(self._input_buffers, Kind.GUARD),
             *input_regions(inputs, self._oracle_inputs),
         ]
 
@@ -163,7 +165,7 @@ class RankRun:
 
     def _capture(self) -> torch.cuda.CUDAGraph | None:
         """The step as one graph; None on a CPU, where it is run eagerly instead."""
-        self._feed.reset()
+        self._input_buffers.reset()
         if self._device.type != "cuda":
             return None
         stream = torch.cuda.Stream(self._device)

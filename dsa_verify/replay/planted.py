@@ -26,7 +26,7 @@ from dsa_verify.buffers.region import Kind, Region
 from dsa_verify.contract.layout import Compare
 from dsa_verify.judge.judge import RING_ENTRIES, Phase
 from dsa_verify.judge.pad_rows import OwnRows
-from dsa_verify.replay.bucket import Lane
+from dsa_verify.replay.bucket import CapturedBucket
 from dsa_verify.replay.replayer import Replayer
 
 _FLIP: Final = 1 << 30  # makes an integer impossible
@@ -64,14 +64,14 @@ Seen = Mapping[tuple[int, int], list[list[int]]]
 
 def require_sight(replayer: Replayer) -> None:
     """Raise HarnessError unless the judges of every bucket that has run see what is made wrong before their eyes."""
-    for lane in replayer.lanes.values():
-        if not lane.rounds:
+    for captured in replayer.buckets.values():
+        if not captured.rounds:
             continue
         try:
             # What another bucket has written since this one's last round stays out of it.
-            untouched = _look(lane)
-            for words in (_fields(lane), _surroundings(lane)):
-                _hold(lane, words, untouched, _planted(lane, words))
+            untouched = _look(captured)
+            for words in (_fields(captured), _surroundings(captured)):
+                _hold(captured, words, untouched, _planted(captured, words))
         except DsaVerifyError:
             raise
         except Exception as error:
@@ -79,29 +79,29 @@ def require_sight(replayer: Replayer) -> None:
             if lack_of_memory(error) is not None:
                 raise
             raise HarnessError(
-                f"the judge of bucket {lane.bucket} could not be tried on planted differences, it raised "
+                f"the judge of bucket {captured.bucket} could not be tried on planted differences, it raised "
                 f"{type(error).__name__}: {error}; {_suspects()}"
             ) from error
 
 
-def _planted(lane: Lane, words: Collection[_Word]) -> Seen:
+def _planted(captured: CapturedBucket, words: Collection[_Word]) -> Seen:
     """What the judges see while `words` are wrong."""
     try:
         for word in words:
             _write(word.region.got, word.row, word.word, word.made)
-        return _look(lane)
+        return _look(captured)
     finally:
         for word in words:
             _write(word.region.got, word.row, word.word, word.was)
 
 
-def _look(lane: Lane) -> Seen:
-    lane.judges.reset()
-    lane.judge_replay(Phase.REPLAY)
-    for look in (lane.judge_private, lane.judge_constants, lane.judge_ready, lane.judge_laws):
+def _look(captured: CapturedBucket) -> Seen:
+    captured.judges.reset()
+    captured.judge_replay(Phase.REPLAY)
+    for look in (captured.judge_private, captured.judge_constants, captured.judge_ready, captured.judge_laws):
         look()
     seen: dict[tuple[int, int], list[list[int]]] = {}
-    for number, judge in enumerate(lane.judges):
+    for number, judge in enumerate(captured.judges):
         differing, _, ring = judge.counters
         counts = _Tensor.tolist(differing)
         entries = _Tensor.tolist(ring) if any(counts) else []
@@ -112,33 +112,33 @@ def _look(lane: Lane) -> Seen:
     return seen
 
 
-def _hold(lane: Lane, words: Collection[_Word], untouched: Seen, planted: Seen) -> None:
+def _hold(captured: CapturedBucket, words: Collection[_Word], untouched: Seen, planted: Seen) -> None:
     """HarnessError unless each judge that looks at `words` has seen them, and no other."""
     memory = {_key(word.region): word.region for word in words}
     expected: dict[object, list[_Word]] = defaultdict(list)
     for word in words:
         expected[_key(word.region)].append(word)
     made = {word.address: word.made for word in words}
-    for number, judge in enumerate(lane.judges):
+    for number, judge in enumerate(captured.judges):
         for index, region in enumerate(judge.regions):
-            if (number, index) in untouched or judge is lane.judges.filled:
+            if (number, index) in untouched or judge is captured.judges.filled:
                 continue
             entries = planted.get((number, index), [])
             if region.kind is Kind.LAW:
                 if region.name in memory and not entries:
-                    raise HarnessError(_unseen(lane, f"a broken law of {region.name}"))
+                    raise HarnessError(_unseen(captured, f"a broken law of {region.name}"))
                 continue
             lies_in = memory.get(_key(region), region).got
             found = {_address(lies_in, row, word): (got, want) for _, _, row, word, got, want in entries}
             for address, (got, want) in found.items():
                 if made.get(address) != got:
                     raise HarnessError(
-                        f"the judge of bucket {lane.bucket} reports {region.kind.value} {region.name}, {got} for "
+                        f"the judge of bucket {captured.bucket} reports {region.kind.value} {region.name}, {got} for "
                         f"{want}, where nothing was planted, so that nothing it says counts; {_suspects()}"
                     )
             for word in expected.get(_key(region), ()):
                 if word.address not in found:
-                    raise HarnessError(_unseen(lane, _description(word)))
+                    raise HarnessError(_unseen(captured, _description(word)))
 
 
 def _key(region: Region) -> object:
@@ -146,9 +146,9 @@ def _key(region: Region) -> object:
     return region.name if region.kind is Kind.FIELD else id(region)
 
 
-def _unseen(lane: Lane, what: str) -> str:
+def _unseen(captured: CapturedBucket, what: str) -> str:
     return (
-        f"the judge of bucket {lane.bucket} does not see a planted difference, {what}, so that nothing it has "
+        f"the judge of bucket {captured.bucket} does not see a planted difference, {what}, so that nothing it has "
         f"passed counts; {_suspects()}"
     )
 
@@ -166,24 +166,24 @@ def _suspects() -> str:
 # Which words ---------------------------------------------------------------------------------------------------------
 
 
-def _fields(lane: Lane) -> list[_Word]:
+def _fields(captured: CapturedBucket) -> list[_Word]:
     """One live word of every field that has one, each where no other is."""
     words: dict[int, _Word] = {}
-    for name, region in lane.fields.items():
-        compare = lane.layout[name].compare
-        place = _place(region, compare, lane.shown.forms.get(name))
+    for name, region in captured.fields.items():
+        compare = captured.layout[name].compare
+        place = _place(region, compare, captured.shown.forms.get(name))
         if place is not None:
             word = _Word.of(region, *place, _FLOAT_FLIP if compare is Compare.CLOSE else _FLIP)
             words.setdefault(word.address, word)
     return list(words.values())
 
 
-def _surroundings(lane: Lane) -> list[_Word]:
+def _surroundings(captured: CapturedBucket) -> list[_Word]:
     """A word of a guard, of an input, and of a constant input if there is one."""
     first: dict[tuple[int, Kind], Region] = {}
-    for number, judge in enumerate(lane.judges):
+    for number, judge in enumerate(captured.judges):
         for region in judge.regions:
-            if region.kind in (Kind.GUARD, Kind.INPUT) and judge is not lane.judges.filled and region.got.numel():
+            if region.kind in (Kind.GUARD, Kind.INPUT) and judge is not captured.judges.filled and region.got.numel():
                 first.setdefault((number, region.kind), region)
     return [_Word.of(region, 0, 0) for region in first.values()]
 

@@ -2,7 +2,7 @@
 
 One direction: inputs, poison, oracle, subject, judge. Nothing is read back from the device while rounds run. What was
 seen is told once a table of rounds is through (observation.py); what the subject does wrong before any bit could be
-compared is a `SubjectFault` (subject_stages.py). How a bucket is captured is told in capture.py.
+compared is a `SubjectError` (subject_stages.py). How a bucket is captured is told in capture.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dsa_verify.base.out_of_memory import memory_told_apart
 from dsa_verify.base.torch_functions import replaced_functions
 from dsa_verify.base.torch_state import TorchState
 from dsa_verify.buffers.arena import Arena
-from dsa_verify.buffers.input_buffers import Feed
+from dsa_verify.buffers.input_buffers import InputBuffers
 from dsa_verify.buffers.region import LOUD_WORD
 from dsa_verify.contract import progress
 from dsa_verify.contract.engine_form import CONTRACT_FORM, OwnForm
@@ -34,10 +34,10 @@ from dsa_verify.graphs import Backend, Graph
 from dsa_verify.judge.judge import RING_ENTRIES, Phase, Tally
 from dsa_verify.replay import compilations
 from dsa_verify.replay.allocations import Allocations
-from dsa_verify.replay.bucket import AddressChange, Lane, WrongRoute
+from dsa_verify.replay.bucket import AddressChange, CapturedBucket, WrongRoute
 from dsa_verify.replay.capture import Capture, HarnessGraphs
 from dsa_verify.replay.observation import BucketSeen, Observation
-from dsa_verify.replay.subject_stages import SubjectFault, SubjectStages
+from dsa_verify.replay.subject_stages import SubjectError, SubjectStages
 from dsa_verify.systems.system import System
 from dsa_verify.waivers.waivers import Waiver
 
@@ -89,11 +89,11 @@ class Replayer:
         self.address_changes: list[AddressChange] = []
         self.wrong_routes: list[WrongRoute] = []
         self.rounds_run = 0
-        self._last: Lane | None = None
+        self._last: CapturedBucket | None = None
         # Largest first, as engines capture, so that a shared pool fits the later ones.
         order = sorted(buckets, reverse=True)
         sizes = {"capacity": capacity, "remap_slots": remap_slots}
-        self.feed = Feed(system.name, geometry, order[0], self.device, **sizes, forget=forget)
+        self.input_buffers = InputBuffers(system.name, geometry, order[0], self.device, **sizes, forget=forget)
         layouts = [without_pools(system.layout(geometry, bucket), leave_out) for bucket in order]
         self.arena = Arena(layouts, self.device, LOUD_WORD)
         self.oracle_arena = Arena([layout.for_oracle() for layout in layouts], self.device, ORACLE_WORD)
@@ -104,7 +104,7 @@ class Replayer:
             system=system,
             geometry=geometry,
             backend=backend,
-            feed=self.feed,
+            input_buffers=self.input_buffers,
             arena=self.arena,
             oracle_arena=self.oracle_arena,
             pools=pools,
@@ -115,11 +115,11 @@ class Replayer:
             record=record,
         )
         self._compilations = compilations.count_compilations()
-        self.lanes: dict[int, Lane] = {}
+        self.buckets: dict[int, CapturedBucket] = {}
         for layout in layouts:
-            self.lanes[layout.bucket] = self._capture.open(form.layout(layout.without(leave_out)), factory)
-        for lane in self.lanes.values():
-            lane.ledger = lane.identities()
+            self.buckets[layout.bucket] = self._capture.open(form.layout(layout.without(leave_out)), factory)
+        for captured in self.buckets.values():
+            captured.ledger = captured.identities()
         # While rounds ran; what explains a finding compiles kernels of its own.
         self.compilations: list[compilations.Compilation] = []
         self._saved = [(tensor, tensor.clone()) for tensor in self._owned()] if resettable else None
@@ -130,7 +130,7 @@ class Replayer:
         """Replay every round of `table`, judge what the buckets still hold, and say what was seen so far; synchronises
         once. `on_rounds(n)` is told that n more rounds were launched, after each of them if `one_by_one`."""
 
-        def tick(lane: Lane, row: int) -> bool:
+        def tick(captured: CapturedBucket, row: int) -> bool:
             on_rounds(1)
             return False
 
@@ -144,13 +144,13 @@ class Replayer:
         self,
         table: RoundTable,
         *,
-        after_round: Callable[[Lane, int], bool] | None = None,
-        after_first: Callable[[Lane, int], None] | None = None,
+        after_round: Callable[[CapturedBucket, int], bool] | None = None,
+        after_first: Callable[[CapturedBucket, int], None] | None = None,
     ) -> None:
-        """Replay every round of `table`; stops early when `after_round(lane, row)` returns True. `after_first` is
+        """Replay every round of `table`; stops early when `after_round(captured, row)` returns True. `after_first` is
         called where a round is replayed twice, when the buffers hold what the first replay left."""
         self._on_launch(table)
-        self.feed.upload(table)
+        self.input_buffers.upload(table)
         progress.current().chunk(table, self.rounds_run)
         columns = (table.bucket, table.raw, table.twice, table.foreign)
         rounds = zip(*(column.tolist() for column in columns), strict=True)
@@ -158,10 +158,10 @@ class Replayer:
         try:
             with memory_told_apart(), self._state_kept(state), compilations.in_rounds(self._stages.where):
                 for i, (bucket, raw, twice, foreign) in enumerate(rounds):
-                    between = None if after_first is None else functools.partial(after_first, self.lanes[bucket], i)
-                    before_it = functools.partial(self._other_work, self.lanes[bucket], table, i) if foreign else None
-                    self._round(self.lanes[bucket], raw, bool(twice), between, before_it)
-                    if after_round is not None and after_round(self.lanes[bucket], i):
+                    between = None if after_first is None else functools.partial(after_first, self.buckets[bucket], i)
+                    before_it = functools.partial(self._other_work, self.buckets[bucket], table, i) if foreign else None
+                    self._round(self.buckets[bucket], raw, bool(twice), between, before_it)
+                    if after_round is not None and after_round(self.buckets[bucket], i):
                         return
             self._stages.refuse_copies()
         finally:
@@ -171,18 +171,18 @@ class Replayer:
         """Judge once more what every bucket but the last still holds: its outputs must live through the run. Of the
         last, judge what a round leaves for later."""
         self._judge_constants()
-        for lane in self.lanes.values():
-            if lane is not self._last:
-                lane.judge_private_if_due()
+        for captured in self.buckets.values():
+            if captured is not self._last:
+                captured.judge_private_if_due()
 
     def poll(self) -> dict[int, Tally]:
         """What the judges have seen, by bucket; synchronises."""
         self._slots[progress.STAGE] = progress.DEVICE
         with device_errors():
             tallies = {}
-            for lane in self.lanes.values():
-                tallies[lane.bucket] = lane.judges.tally()
-                self._check_identities(lane, self._stages.round)
+            for captured in self.buckets.values():
+                tallies[captured.bucket] = captured.judges.tally()
+                self._check_identities(captured, self._stages.round)
         self._slots[progress.STAGE] = progress.OURS
         return tallies
 
@@ -192,12 +192,12 @@ class Replayer:
         with device_errors():
             buckets = {
                 bucket: BucketSeen(
-                    rounds=lane.rounds,
-                    fields=len(lane.judged_fields),
+                    rounds=captured.rounds,
+                    fields=len(captured.judged_fields),
                     tally=tallies[bucket],
-                    waived=tuple((words, words.seen()) for words in lane.waived),
+                    waived=tuple((words, words.seen()) for words in captured.waived),
                 )
-                for bucket, lane in self.lanes.items()
+                for bucket, captured in self.buckets.items()
             }
         return Observation(
             buckets=buckets,
@@ -213,26 +213,26 @@ class Replayer:
             raise HarnessError("this replayer cannot be reset; open it with resettable=True")
         for tensor, saved in self._saved:
             tensor.copy_(saved)
-        self.feed.reset()
+        self.input_buffers.reset()
         self.address_changes.clear()
         self.wrong_routes.clear()
         self.compilations.clear()
         self.rounds_run, self._last = 0, None
-        for lane in self.lanes.values():
-            lane.reset()
+        for captured in self.buckets.values():
+            captured.reset()
 
     def _owned(self) -> list[torch.Tensor]:
         """What rounds write and `reset` of the input buffers does not put back."""
-        tables = [inputs.req_to_token for inputs in self.feed.inputs(max(self.lanes))]
+        tables = [inputs.req_to_token for inputs in self.input_buffers.inputs(max(self.buckets))]
         return [self.arena.words, self.oracle_arena.words, *tables]
 
     @contextlib.contextmanager
     def _state_kept(self, state: TorchState) -> Iterator[None]:
-        """SubjectFault if `state` does not hold after many rounds, also if it was the harness that failed of it."""
+        """SubjectError if `state` does not hold after many rounds, also if it was the harness that failed of it."""
         first = self.rounds_run
         try:
             yield
-        except (SubjectFault, DeviceLost):
+        except (SubjectError, DeviceLost):
             state.put_back()
             raise
         except Exception as error:
@@ -244,7 +244,7 @@ class Replayer:
 
     def _round(
         self,
-        lane: Lane,
+        captured: CapturedBucket,
         raw: int,
         twice: bool,
         between: Callable[[], None] | None,
@@ -253,38 +253,38 @@ class Replayer:
         stages, slots = self._stages, self._slots
         stages.round = slots[progress.ROUND] = self.rounds_run
         slots[progress.BEATS] += 1
-        stages.bucket = lane.bucket
+        stages.bucket = captured.bucket
         with device_errors():
-            if self._last is not lane:
+            if self._last is not captured:
                 self._judge_constants()
-                lane.judge_private_if_due()
+                captured.judge_private_if_due()
             if before_it is not None:
                 before_it()
-            lane.prepare()
-            lane.judge_filled()
-            self._replay_oracle(lane)
-            self._replay_subject(lane, raw)
-            lane.judge_replay(Phase.REPLAY)
-            if lane.rounds < LAW_ROUNDS or lane.rounds % LAW_EVERY == 0 or self._record:
-                lane.judge_laws()
+            captured.prepare()
+            captured.judge_filled()
+            self._replay_oracle(captured)
+            self._replay_subject(captured, raw)
+            captured.judge_replay(Phase.REPLAY)
+            if captured.rounds < LAW_ROUNDS or captured.rounds % LAW_EVERY == 0 or self._record:
+                captured.judge_laws()
             if twice:
-                self._replay_again(lane, raw, between)
+                self._replay_again(captured, raw, between)
         slots[progress.STAGE] = progress.OUTPUTS
-        if not lane.pointers_hold():
-            self._check_identities(lane, self.rounds_run)
+        if not captured.pointers_hold():
+            self._check_identities(captured, self.rounds_run)
         slots[progress.STAGE] = progress.OURS
-        lane.rounds += 1
-        lane.disturbed = False
+        captured.rounds += 1
+        captured.disturbed = False
         self.rounds_run += 1
-        self._last = lane
+        self._last = captured
         if self._record:
             self._judge_constants()
 
-    def _other_work(self, lane: Lane, table: RoundTable, row: int) -> None:
-        """What a server does besides before it replays `lane`: it prepares another batch eagerly, then does
+    def _other_work(self, captured: CapturedBucket, table: RoundTable, row: int) -> None:
+        """What a server does besides before it replays `captured`: it prepares another batch eagerly, then does
         whatever the subject declares."""
-        other = self._prepared_again(lane, table, row)
-        state, stage, bucket = TorchState.now(), progress.BEFORE_REPLAY, lane.bucket
+        other = self._prepared_again(captured, table, row)
+        state, stage, bucket = TorchState.now(), progress.BEFORE_REPLAY, captured.bucket
         try:
             if other is not None:
                 other.judge_private_if_due()
@@ -292,9 +292,9 @@ class Replayer:
                 self._stages.enter(stage, bucket)
                 other.subject.before_replay()
                 self._stages.back(stage, bucket, state)
-            work = getattr(lane.subject, "foreign_work", None)
+            work = getattr(captured.subject, "foreign_work", None)
             if work is not None:
-                self._stages.enter(stage := progress.FOREIGN, bucket := lane.bucket)
+                self._stages.enter(stage := progress.FOREIGN, bucket := captured.bucket)
                 work()
                 self._stages.back(stage, bucket, state)
         except (Exception, SystemExit) as error:
@@ -302,29 +302,29 @@ class Replayer:
             self._stages.fail(error, stage, bucket)
         self._slots[progress.STAGE] = progress.OURS
 
-    def _prepared_again(self, lane: Lane, table: RoundTable, row: int) -> Lane | None:
+    def _prepared_again(self, captured: CapturedBucket, table: RoundTable, row: int) -> CapturedBucket | None:
         """The bucket whose eager work may be done once more on the inputs that the last round left: the one that was
         replayed then, or else the next narrower one, whose requests are the first of them."""
         if self._last is None or not row:
             return None
-        other: Lane | None = self._last
-        if other is lane:
-            narrower = [each for bucket, each in self.lanes.items() if bucket < lane.bucket]  # widest first
+        other: CapturedBucket | None = self._last
+        if other is captured:
+            narrower = [each for bucket, each in self.buckets.items() if bucket < captured.bucket]  # widest first
             other = narrower[0] if narrower else None
             if other is not None and not table.seq_lens[row - 1, : other.bucket].any():
                 return None  # a schedule over nothing but empty requests may be undefined (contract 3.6)
         return None if other is None or other.routed is not None else other
 
-    def _replay_again(self, lane: Lane, raw: int, between: Callable[[], None] | None) -> None:
+    def _replay_again(self, captured: CapturedBucket, raw: int, between: Callable[[], None] | None) -> None:
         if between is not None:
             between()
         if not self._record:
-            self._replay_subject(lane, raw)
-            lane.judge_replay(Phase.SECOND_REPLAY)
+            self._replay_subject(captured, raw)
+            captured.judge_replay(Phase.SECOND_REPLAY)
             return
-        first = lane.keep_first_replay(self.feed.round_index)
-        self._replay_subject(lane, raw)
-        lane.shown.update(Phase.SECOND_REPLAY)
+        first = captured.keep_first_replay(self.input_buffers.round_index)
+        self._replay_subject(captured, raw)
+        captured.shown.update(Phase.SECOND_REPLAY)
         first.compare()
 
     def _judge_constants(self) -> None:
@@ -332,9 +332,9 @@ class Replayer:
         if self._last is not None:
             self._last.judge_constants()
 
-    def _replay_oracle(self, lane: Lane) -> None:
+    def _replay_oracle(self, captured: CapturedBucket) -> None:
         try:
-            self._replay_beside(lane.oracle_graph)
+            self._replay_beside(captured.oracle_graph)
         except ReplayError as error:
             broken = f"the oracle of {self.system.name} cannot be replayed: {error}{replaced_functions('; ')}"
             raise HarnessError(broken) from error
@@ -349,20 +349,20 @@ class Replayer:
             graph.replay()
         torch.cuda.current_stream(self.device).wait_stream(self._oracle_stream)
 
-    def _replay_subject(self, lane: Lane, raw: int) -> None:
-        state = TorchState.now() if self._record or lane.rounds < WATCHED_ROUNDS.stop else None
+    def _replay_subject(self, captured: CapturedBucket, raw: int) -> None:
+        state = TorchState.now() if self._record or captured.rounds < WATCHED_ROUNDS.stop else None
         stages, slots = self._stages, self._slots
-        slots[progress.STAGE], slots[progress.BUCKET] = stage, bucket = progress.BEFORE_REPLAY, lane.bucket
+        slots[progress.STAGE], slots[progress.BUCKET] = stage, bucket = progress.BEFORE_REPLAY, captured.bucket
         try:
-            work = self._routed(lane, raw)
-            if lane.rounds in WATCHED_ROUNDS:
+            work = self._routed(captured, raw)
+            if captured.rounds in WATCHED_ROUNDS:
                 with Allocations() as watch:
-                    lane.subject.before_replay()
-                self._refuse_kept(watch, lane)
+                    captured.subject.before_replay()
+                self._refuse_kept(watch, captured)
             else:
-                lane.subject.before_replay()
+                captured.subject.before_replay()
             stages.back(stage, bucket, state)
-            lane.judge_ready()
+            captured.judge_ready()
             slots[progress.STAGE] = stage = progress.REPLAY
             work()
             stages.back(stage, bucket, state)
@@ -370,19 +370,19 @@ class Replayer:
             stages.fail(error, stage, bucket)
         slots[progress.STAGE] = progress.OURS
 
-    def _routed(self, lane: Lane, raw: int) -> Callable[[], None]:
+    def _routed(self, captured: CapturedBucket, raw: int) -> Callable[[], None]:
         """The graph's replay, or the same work done eagerly where the subject takes that route."""
-        subject = lane.routed
+        subject = captured.routed
         if subject is None:
-            return lane.subject_graph.replay
+            return captured.subject_graph.replay
         taken = subject.route(raw)
         expected = route(subject.release, subject.glue_conditions(raw))
         if taken is not expected and len(self.wrong_routes) < RING_ENTRIES:
-            wrong = WrongRoute(bucket=lane.bucket, round=self.rounds_run, raw=raw, taken=taken, expected=expected)
+            wrong = WrongRoute(bucket=captured.bucket, round=self.rounds_run, raw=raw, taken=taken, expected=expected)
             self.wrong_routes.append(wrong)
-        return lane.subject_graph.replay if taken is Route.GLUE else subject.in_graph
+        return captured.subject_graph.replay if taken is Route.GLUE else subject.in_graph
 
-    def _refuse_kept(self, watch: Allocations, lane: Lane) -> None:
+    def _refuse_kept(self, watch: Allocations, captured: CapturedBucket) -> None:
         kept = watch.kept()
         if kept:
             name, size = kept[0]
@@ -391,13 +391,13 @@ class Replayer:
                 "write into the captured buffer instead"
             )
             kind = "allocates in replay"
-            raise SubjectFault("before_replay", lane.bucket, message, kind=kind, round_=self.rounds_run)
+            raise SubjectError("before_replay", captured.bucket, message, kind=kind, round_=self.rounds_run)
 
-    def _check_identities(self, lane: Lane, round_: int) -> None:
+    def _check_identities(self, captured: CapturedBucket, round_: int) -> None:
         """Note what differs from the ledger, once for each output."""
         seen = {(change.bucket, change.field) for change in self.address_changes}
         self.address_changes += [
-            change for change in lane.address_changes(round_) if (change.bucket, change.field) not in seen
+            change for change in captured.address_changes(round_) if (change.bucket, change.field) not in seen
         ]
 
 

@@ -1,4 +1,4 @@
-"""Job: one subject on one set of buckets to be captured, which the fast run and its confirmation open."""
+"""ReplaySetup: one subject on one set of buckets to be captured, which the fast run and its confirmation open."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FOREIGN_STREAM: Final = 0xF0  # so that these draws are none of those that make
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class ReplaySetup:
     """`subject` names what `factory` makes, so that a case can name it; `fault` is planted around it. `not_covered`:
     by field that is not compared in any bucket that has it, why. `waivers`: those of `ledger` that apply.
     """
@@ -79,7 +79,7 @@ class Job:
         fault: str | None,
         backend: Backend,
         ledger: Ledger = NO_WAIVERS,
-    ) -> Job:
+    ) -> ReplaySetup:
         """Of `subject`, which is a reference, or the factory itself where it has no name to be loaded by."""
         label, factory = cls.factory_of(system, subject)
         check_device(label, backend.device)

@@ -1,7 +1,7 @@
 """SubjectStages: notes which code of the subject runs, and says what the subject did wrong there.
 
 What it does wrong before any bit could be compared (it raises, synchronises in capture, returns the wrong tensors,
-keeps allocations, changes torch, forks) is a `SubjectFault`, not a traceback.
+keeps allocations, changes torch, forks) is a `SubjectError`, not a traceback.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dsa_verify.contract import progress
 _CALLERS: Final = frozenset(str(Path(__file__).with_name(name)) for name in ("replayer.py", "capture.py"))
 
 
-class SubjectFault(DsaVerifyError):
+class SubjectError(DsaVerifyError):
     """The subject failed at `stage` (allocate, warm-up, capture, before_replay, replay) of `bucket`, or in one of many
     rounds (stage `rounds`), whose bucket is not known (None)."""
 
@@ -60,15 +60,15 @@ class SubjectStages:
     def refuse_change(
         self, state: TorchState, who: str, stage: str, bucket: int | None, cause: Exception | None = None
     ) -> None:
-        """SubjectFault if torch is not as `state` any more; it is put back."""
+        """SubjectError if torch is not as `state` any more; it is put back."""
         changed = state.put_back()
         if changed:
             message = f"{who} changed the {changed}, for the whole process; put it back before returning"
             kind = "changes torch's state"
-            raise SubjectFault(stage, bucket, message, kind=kind, round_=self.round) from cause
+            raise SubjectError(stage, bucket, message, kind=kind, round_=self.round) from cause
 
     def refuse_copies(self) -> None:
-        """SubjectFault if a copy of the process has come back from the subject; this one ends if it is such a copy."""
+        """SubjectError if a copy of the process has come back from the subject; this one ends if it is such a copy."""
         slots = self.slots
         self.end_if_copy(slots[progress.STAGE], slots[progress.BUCKET])
         if slots[progress.COPIES]:
@@ -77,21 +77,21 @@ class SubjectStages:
                 slots[slot] for slot in (progress.COPY_STAGE, progress.COPY_BUCKET, progress.COPY_ROUND)
             )
             message = progress.copy_sentence(stage, round_)
-            raise SubjectFault(progress.STAGES[stage], bucket, message, kind="forks", round_=max(round_, 0))
+            raise SubjectError(progress.STAGES[stage], bucket, message, kind="forks", round_=max(round_, 0))
 
     def fail(self, error: Exception | SystemExit, number: int, bucket: int) -> NoReturn:
-        """Raise the SubjectFault that `error` in stage `number` is, or what else it tells of."""
+        """Raise the SubjectError that `error` in stage `number` is, or what else it tells of."""
         self.end_if_copy(number, bucket)
         self.slots[progress.STAGE], stage = progress.OURS, progress.STAGES[number]
-        if isinstance(error, (SubjectFault, DeviceLost, UsageError, NothingVerified)):
+        if isinstance(error, (SubjectError, DeviceLost, UsageError, NothingVerified)):
             raise error
         raise_if_lost(error)
         if isinstance(error, CaptureError):
             doing = f" while doing {error.operation}" if error.operation else ""
             kind = "raises in capture" if error.operation is None else "synchronises in capture"
-            raise SubjectFault(stage, bucket, f"in_graph cannot be captured{doing}: {error}", kind=kind) from error
+            raise SubjectError(stage, bucket, f"in_graph cannot be captured{doing}: {error}", kind=kind) from error
         message = f"{stage} raised {type(error).__name__}: {error}{_place_of(error)}"
-        raise SubjectFault(stage, bucket, message, kind=f"raises in {stage}", round_=self.round) from error
+        raise SubjectError(stage, bucket, message, kind=f"raises in {stage}", round_=self.round) from error
 
 
 def _place_of(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from dsa_verify.contract.round import Scenario
 from dsa_verify.contract.round_table import RoundTable
 from dsa_verify.contract.subject import SubjectFactory, provenance
 from dsa_verify.graphs import Backend
-from dsa_verify.replay.setup import Job, remap_slots_of
+from dsa_verify.replay.setup import ReplaySetup, remap_slots_of
 from dsa_verify.rounds.matrix import Config
 from dsa_verify.run.verify import FINDINGS_FOLDER, Counts, verify_rounds
 from dsa_verify.systems.catalogue import get_system
@@ -118,7 +118,7 @@ class Runner:
     def matrix(self, configs: Sequence[Config], subject: Subject, run: Run, *, fault: str | None = None) -> None:
         """Run `configs` of one system, adding to `run`."""
         for i, config in enumerate(configs):
-            job = Job.make(
+            setup = ReplaySetup.make(
                 config.system,
                 config.geometry,
                 config.buckets,
@@ -128,7 +128,7 @@ class Runner:
                 self.backend,
                 self.ledger,
             )
-            self._run(job, job.with_foreign_work(config.chunks()), config.name, run, waivers_due=True)
+            self._run(setup, setup.with_foreign_work(config.chunks()), config.name, run, waivers_due=True)
             if run.findings and not self.keep_going:
                 run.stopped_early = i + 1 < len(configs)
                 return
@@ -136,7 +136,7 @@ class Runner:
     def case(self, scenario: Scenario, subject: Subject, run: Run, *, fault: str | None = None) -> None:
         """Run one case, adding to `run`; `subject` and `fault` override those it names. What it names is imported: of a
         case that somebody else wrote, ask `check_trust` first."""
-        job = Job.make(
+        setup = ReplaySetup.make(
             get_system(scenario.system),
             scenario.geometry,
             scenario.buckets,
@@ -146,16 +146,16 @@ class Runner:
             self.backend,
             self.ledger,
         )
-        table = job.table(scenario.rounds, remap_slots_of(scenario.rounds))
-        self._run(job, [table] if len(table) else [], scenario.name or "case", run, waivers_due=False)
+        table = setup.table(scenario.rounds, remap_slots_of(scenario.rounds))
+        self._run(setup, [table] if len(table) else [], scenario.name or "case", run, waivers_due=False)
 
-    def _run(self, job: Job, chunks: Iterable[RoundTable], name: str, run: Run, *, waivers_due: bool) -> None:
+    def _run(self, setup: ReplaySetup, chunks: Iterable[RoundTable], name: str, run: Run, *, waivers_due: bool) -> None:
         start = time.perf_counter()
         found: list[Finding] = []
-        run.not_covered.update(job.not_covered)
+        run.not_covered.update(setup.not_covered)
         try:
             found = verify_rounds(
-                job,
+                setup,
                 chunks,
                 run.counts,
                 folder=self.folder,
@@ -178,7 +178,7 @@ class Runner:
 def open_run(system: str, subject: Subject, backend: Backend, ledger: Ledger = NO_WAIVERS) -> Run:
     """An empty result; UsageError if the subject, or the code that it is of, cannot be found, NothingVerified if it
     needs another device."""
-    label, factory = Job.factory_of(get_system(system), subject)
+    label, factory = ReplaySetup.factory_of(get_system(system), subject)
     check_device(label, backend.device)
     return Run(
         system=system,

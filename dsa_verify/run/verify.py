@@ -31,8 +31,8 @@ from dsa_verify.diagnosis.confirm import Covered, confirm, fault_finding, flaky_
 from dsa_verify.replay.observation import BucketSeen, Observation
 from dsa_verify.replay.planted import require_sight
 from dsa_verify.replay.replayer import Replayer
-from dsa_verify.replay.setup import Job
-from dsa_verify.replay.subject_stages import SubjectFault
+from dsa_verify.replay.setup import ReplaySetup
+from dsa_verify.replay.subject_stages import SubjectError
 from dsa_verify.rounds.matrix import CHUNK_ROUNDS, is_undefined
 from dsa_verify.systems.trust import subject_options
 from dsa_verify.waivers.waivers import Ledger, WaiverUse
@@ -75,7 +75,7 @@ class Counts:
 
 
 def verify_rounds(
-    job: Job,
+    setup: ReplaySetup,
     chunks: Iterable[RoundTable],
     counts: Counts,
     *,
@@ -83,7 +83,7 @@ def verify_rounds(
     on_rounds: Callable[[int], None] = lambda count: None,
     waivers_due: bool = True,
 ) -> list[Finding]:
-    """Run `chunks` of rounds under `job`; the findings of the first wrong round, their cases written to `folder`.
+    """Run `chunks` of rounds under `setup`; the findings of the first wrong round, their cases written to `folder`.
 
     `counts` is added to even if the run is interrupted; `on_rounds(n)` is called after n more rounds. `waivers_due`:
     whether these rounds have to show what is waived, if they come to their end. Raises DeviceLost (the rounds are saved
@@ -97,27 +97,29 @@ def verify_rounds(
         with memory_told_apart():
             for table in chunks:
                 recent.append(table)
-                with _journal(job, table, folder):
+                with _journal(setup, table, folder):
                     if replayer is None:
-                        replayer = job.open(max(len(table), CHUNK_ROUNDS), table.remap_rows.shape[1], first=table)
+                        replayer = setup.open(max(len(table), CHUNK_ROUNDS), table.remap_rows.shape[1], first=table)
                     # A long chunk is replayed without a call back into the host for each of its rounds.
                     seen = replayer.run(table, on_rounds, one_by_one=len(table) <= JOURNAL_ROUNDS)
                 wrong = seen.first_wrong_round
                 if wrong is not None:
-                    return _seen_in(wrong, _explain(job, recent.up_to(wrong), seen, folder))
-                beyond = _explain_waived(job, recent, seen, folder)
+                    return _seen_in(wrong, _explain(setup, recent.up_to(wrong), seen, folder))
+                beyond = _explain_waived(setup, recent, seen, folder)
                 if beyond:
                     return beyond
-                late = [] if job.may_compile else late_compilations(job, seen.compilations)
+                late = [] if setup.may_compile else late_compilations(setup, seen.compilations)
                 if late:
-                    return [_with_case(each, job, recent.up_to(each.round)[-JOURNAL_ROUNDS:], folder) for each in late]
+                    return [
+                        _with_case(each, setup, recent.up_to(each.round)[-JOURNAL_ROUNDS:], folder) for each in late
+                    ]
         ended = True
-    except SubjectFault as error:
-        return [_failed(job, error, recent, folder)]
+    except SubjectError as error:
+        return [_failed(setup, error, recent, folder)]
     except DeviceLost as lost:
         rounds = recent.up_to(None)
-        lost_in = f"{lost}{_undefined_schedule(job, rounds)}"
-        raise DeviceLost(f"{lost_in}{_rounds_kept(job.scenario(rounds, found=lost_in), folder)}") from lost
+        lost_in = f"{lost}{_undefined_schedule(setup, rounds)}"
+        raise DeviceLost(f"{lost_in}{_rounds_kept(setup.scenario(rounds, found=lost_in), folder)}") from lost
     finally:
         if replayer is not None:
             _count(replayer, counts, waivers_due=waivers_due and ended)
@@ -136,23 +138,23 @@ def _rounds_kept(scenario: Scenario, folder: Path | None) -> str:
     return "" if path is None else f"; the rounds up to then are in {path}"
 
 
-def _failed(job: Job, error: SubjectFault, recent: _Recent, folder: Path | None) -> Finding:
-    rounds, finding, seen = recent.up_to(error.round or 0), fault_finding(job, error), error.round
+def _failed(setup: ReplaySetup, error: SubjectError, recent: _Recent, folder: Path | None) -> Finding:
+    rounds, finding, seen = recent.up_to(error.round or 0), fault_finding(setup, error), error.round
     if error.stage == "rounds":
         # Seen after many rounds: one at a time they say which.
-        exact = next((each for each in confirm(job, rounds) if each.diagnosis is finding.diagnosis), None)
+        exact = next((each for each in confirm(setup, rounds) if each.diagnosis is finding.diagnosis), None)
         if exact is not None:
             kept = rounds[: (exact.round or 0) + 1]
             rounds, finding, seen = kept, exact, (error.round or 0) - (len(rounds) - len(kept))
-    return dataclasses.replace(_with_case(finding, job, rounds, folder), seen_in_round=seen)
+    return dataclasses.replace(_with_case(finding, setup, rounds, folder), seen_in_round=seen)
 
 
-def _undefined_schedule(job: Job, rounds: Sequence[Round]) -> str:
+def _undefined_schedule(setup: ReplaySetup, rounds: Sequence[Round]) -> str:
     """What is said of a lost device if one of `rounds` asked for a schedule that nobody may ask for."""
     for i, each in enumerate(rounds):
-        if is_undefined(job.system.name, job.geometry, each):
+        if is_undefined(setup.system.name, setup.geometry, each):
             return (
-                f"; round {i} is {each.bucket} requests of length 0: a {job.geometry.schedule} schedule over a "
+                f"; round {i} is {each.bucket} requests of length 0: a {setup.geometry.schedule} schedule over a "
                 "multiple of 32 rows which are all empty is undefined, the shipped builder reads past its memory "
                 "(contract 3.6)"
             )
@@ -177,22 +179,22 @@ class _Recent:
         return rounds if number is None else rounds[: max(number - first, 0) + 1]
 
 
-def _explain(job: Job, rounds: Sequence[Round], seen: Observation, folder: Path | None) -> list[Finding]:
+def _explain(setup: ReplaySetup, rounds: Sequence[Round], seen: Observation, folder: Path | None) -> list[Finding]:
     """The findings of the last of `rounds`, with the shortest case that shows them again."""
     attempts = 0
     for window in CASE_WINDOWS:
         case = rounds[-window:]
         attempts += 1
-        findings = confirm(job, case)
+        findings = confirm(setup, case)
         if findings:
-            return [_with_case(finding, job, case, folder) for finding in findings]
+            return [_with_case(finding, setup, case, folder) for finding in findings]
         if window >= len(rounds):
             break
-    flaky = flaky_finding(job, seen.tallies, attempts)
-    return [_with_case(flaky, job, rounds[-CASE_WINDOWS[-1] :], folder)]
+    flaky = flaky_finding(setup, seen.tallies, attempts)
+    return [_with_case(flaky, setup, rounds[-CASE_WINDOWS[-1] :], folder)]
 
 
-def _explain_waived(job: Job, recent: _Recent, seen: Observation, folder: Path | None) -> list[Finding]:
+def _explain_waived(setup: ReplaySetup, recent: _Recent, seen: Observation, folder: Path | None) -> list[Finding]:
     """The findings of the first round in which a waiver covers words, if they are not what it is for; empty if they
     are. Of what the device can say itself there is nothing to explain."""
     waived: set[Covered] = set()
@@ -201,14 +203,14 @@ def _explain_waived(job: Job, recent: _Recent, seen: Observation, folder: Path |
         for window in () if covered in waived else CASE_WINDOWS:
             case = rounds[-window:]
             attempts += 1
-            findings = confirm(job, case, waived=waived)
+            findings = confirm(setup, case, waived=waived)
             if findings:
-                return _seen_in(first, [_with_case(finding, job, case, folder) for finding in findings])
+                return _seen_in(first, [_with_case(finding, setup, case, folder) for finding in findings])
             if covered in waived or window >= len(rounds):
                 break
         if covered not in waived:
-            flaky = flaky_waived(job, words.waiver, first, bucket, attempts)
-            return _seen_in(first, [_with_case(flaky, job, rounds[-CASE_WINDOWS[-1] :], folder)])
+            flaky = flaky_waived(setup, words.waiver, first, bucket, attempts)
+            return _seen_in(first, [_with_case(flaky, setup, rounds[-CASE_WINDOWS[-1] :], folder)])
         words.explained = True
     return []
 
@@ -247,15 +249,15 @@ def _count_waived(replayer: Replayer, bucket: int, seen: BucketSeen, counts: Cou
 # Cases ---------------------------------------------------------------------------------------------------------------
 
 
-def _with_case(finding: Finding, job: Job, rounds: Sequence[Round], folder: Path | None) -> Finding:
+def _with_case(finding: Finding, setup: ReplaySetup, rounds: Sequence[Round], folder: Path | None) -> Finding:
     try:
-        path = _save(job.scenario(rounds, found=finding.sentence), _stem(finding), folder)
+        path = _save(setup.scenario(rounds, found=finding.sentence), _stem(finding), folder)
     except OSError as error:
         # The finding outlives its case: a full disk is no reason to say nothing.
         return dataclasses.replace(finding, not_saved=reason_of(error))
     if path is None:
         return finding
-    command = replay_command(path, job.subject, job.ledger)
+    command = replay_command(path, setup.subject, setup.ledger)
     return dataclasses.replace(finding, case=str(path), reproduce=command)
 
 
@@ -281,7 +283,7 @@ def _save(scenario: Scenario, stem: str, folder: Path | None) -> Path | None:
 
 
 @contextlib.contextmanager
-def _journal(job: Job, table: RoundTable, folder: Path | None) -> Iterator[None]:
+def _journal(setup: ReplaySetup, table: RoundTable, folder: Path | None) -> Iterator[None]:
     """Write the case to disk before it is launched; what is left there after a crash is what crashed. Where it cannot
     be written, that is said once and the run goes on."""
     if folder is None or len(table) > JOURNAL_ROUNDS:
@@ -291,7 +293,7 @@ def _journal(job: Job, table: RoundTable, folder: Path | None) -> Iterator[None]
     path = folder / f"running-{os.getpid()}.json"
     # A GPU may take its machine down; what an emulated graph can take down is this process.
     try:
-        write_whole(path, job.scenario(table.rounds()).to_json(), durable=job.backend.device.type == "cuda")
+        write_whole(path, setup.scenario(table.rounds()).to_json(), durable=setup.backend.device.type == "cuda")
     except OSError as error:
         _say_once(f"{folder}: nothing can be saved there ({reason_of(error)}), so a crash would leave no case")
     try:

@@ -1,7 +1,7 @@
 """Journal: the case that is about to be launched, on disk before it is launched.
 
 A fault of a device, a crash or a hang leaves no one who could say what was running; the journal does. It is written
-wherever a job launches anything, the confirmation of a finding included, so what lies there when a process is found
+wherever a setup launches anything, the confirmation of a finding included, so what lies there when a process is found
 dead is what it died of. Its age, and that of the progress beside it, is the heartbeat that the supervisor watches.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Final
 from dsa_verify.base.atomic_write import write_whole
 from dsa_verify.contract.round import Scenario
 from dsa_verify.contract.round_table import RoundTable
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from fuzz.campaign.shard_folder import JOURNAL_FILE, PROGRESS_FILE, STOP_FILE, campaign_root, write_json
 
 HEARTBEAT_S: Final = 0.5
@@ -41,17 +41,17 @@ class Journal:
         self._beat = 0.0
         self.rounds = self.checked = 0
 
-    def opening(self, job: Job) -> None:
-        """`job` allocates, warms up and captures."""
+    def opening(self, setup: ReplaySetup) -> None:
+        """`setup` allocates, warms up and captures."""
         self._tables.clear()
-        self.running(job.scenario([], found="while it was captured"))
+        self.running(setup.scenario([], found="while it was captured"))
 
-    def launching(self, job: Job, table: RoundTable) -> None:
-        """`job` replays `table`, after what it replayed since it was opened."""
+    def launching(self, setup: ReplaySetup, table: RoundTable) -> None:
+        """`setup` replays `table`, after what it replayed since it was opened."""
         self._tables.append(table)
         rounds = [round_ for each in self._tables for round_ in each.rounds()]
         self.checked = self.rounds
-        self.running(job.scenario(rounds, found="while it was replayed"))
+        self.running(setup.scenario(rounds, found="while it was replayed"))
 
     def running(self, case: Scenario, *, durable: bool = True) -> None:
         """Something of `case` is launched. `durable`: it must outlive the machine, too."""
@@ -87,7 +87,7 @@ class Journal:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class JournalledJob(Job):
+class JournalledSetup(ReplaySetup):
     """One that launches nothing that is not in `journal`. `planted`: whether its fault is what a shard plants to show
     that it can see, and not what the campaign was asked to plant."""
 
@@ -95,8 +95,8 @@ class JournalledJob(Job):
     planted: bool = False
 
     @classmethod
-    def of(cls, job: Job, journal: Journal, **changes: Any) -> JournalledJob:
-        values = {field.name: getattr(job, field.name) for field in dataclasses.fields(Job)}
+    def of(cls, setup: ReplaySetup, journal: Journal, **changes: Any) -> JournalledSetup:
+        values = {field.name: getattr(setup, field.name) for field in dataclasses.fields(ReplaySetup)}
         return cls(**{**values, **changes}, journal=journal)
 
     def opening(self) -> None:

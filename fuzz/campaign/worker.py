@@ -22,15 +22,15 @@ from dsa_verify.contract.round import Scenario, read_case
 from dsa_verify.contract.subject import provenance
 from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.graphs import Backend, open_backend
-from dsa_verify.replay.setup import Job, remap_slots_of
-from dsa_verify.replay.subject_stages import SubjectFault
+from dsa_verify.replay.setup import ReplaySetup, remap_slots_of
+from dsa_verify.replay.subject_stages import SubjectError
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.verify import Counts
 from dsa_verify.subjects.faults import FAULTS, get_fault
 from dsa_verify.systems.catalogue import get_system, settled_geometry
 from dsa_verify.systems.trust import check_trust
 from dsa_verify.waivers.waivers import Ledger, check_names, choose_ledger, parse_ledger
-from fuzz.campaign.journal import Journal, JournalledJob, Stopped
+from fuzz.campaign.journal import Journal, JournalledSetup, Stopped
 from fuzz.campaign.plan import LEDGER_FILE, Plan, ShardSpec
 from fuzz.campaign.shard_folder import (
     SPEC_FILE,
@@ -71,39 +71,39 @@ def work_shard(spec: ShardSpec, folder: Path, device: torch.device) -> ShardResu
     """Run the shard on `device`; what it finds is in `folder`."""
     start = time.monotonic()
     journal = Journal(folder)
-    job = JournalledJob.of(_job(spec, open_backend(device)), journal)
-    coverage = Coverage(job.system.name, job.geometry, job.buckets)
+    setup = JournalledSetup.of(_setup(spec, open_backend(device)), journal)
+    coverage = Coverage(setup.system.name, setup.geometry, setup.buckets)
     canary, counts = None, Counts()
     try:
         # First, so that a shard whose time is cut short has shown all the same that it can see.
-        canary = _canary(spec, job, folder)
-        ended = _fuzz(spec, job, coverage, folder, counts)
-        _note_waivers(job, counts, folder)
+        canary = _canary(spec, setup, folder)
+        ended = _fuzz(spec, setup, coverage, folder, counts)
+        _note_waivers(setup, counts, folder)
     except Stopped:
         ended = "stopped"
     result = ShardResult(
         number=spec.number,
         system=spec.system,
-        configuration=configuration(job),
+        configuration=configuration(setup),
         ended=ended,
         requested=spec.plan.rounds_a_shard,
         executed=journal.rounds,
         wall_s=round(time.monotonic() - start, 3),
         canary=canary,
-        coverage=_coverage(job, coverage),
-        provenance=provenance(job.factory),
+        coverage=_coverage(setup, coverage),
+        provenance=provenance(setup.factory),
     )
     result.write(folder)
     return result
 
 
-def configuration(job: JournalledJob) -> str:
+def configuration(setup: JournalledSetup) -> str:
     """In words, the same for shards that cover the same."""
-    facts = [job.system.name, job.geometry.preset, f"buckets {list(job.buckets)}"]
-    return ", ".join(facts + [f"{key} {value}" for key, value in job.geometry.overrides().items()])
+    facts = [setup.system.name, setup.geometry.preset, f"buckets {list(setup.buckets)}"]
+    return ", ".join(facts + [f"{key} {value}" for key, value in setup.geometry.overrides().items()])
 
 
-def _job(spec: ShardSpec, backend: Backend) -> Job:
+def _setup(spec: ShardSpec, backend: Backend) -> ReplaySetup:
     """What the shard runs: one configuration of the diagnostic matrix of its system."""
     plan, system = spec.plan, get_system(spec.system)
     geometry, fixed = settled_geometry(system, plan.subject, backend.device.type, plan.preset, plan.settings)
@@ -118,7 +118,7 @@ def _job(spec: ShardSpec, backend: Backend) -> Job:
     config = configs[spec.turn % len(configs)]
     buckets = tuple(dict.fromkeys(max(bucket // spec.batch_divisor, 1) for bucket in config.buckets))
     ledger = _ledger(plan)
-    return Job.make(system, config.geometry, buckets, spec.seed, plan.subject, plan.fault, backend, ledger)
+    return ReplaySetup.make(system, config.geometry, buckets, spec.seed, plan.subject, plan.fault, backend, ledger)
 
 
 def _ledger(plan: Plan) -> Ledger:
@@ -132,14 +132,14 @@ def _ledger(plan: Plan) -> Ledger:
     return ledger.allowing_compilations(plan.allow_compilations)
 
 
-def _fuzz(spec: ShardSpec, job: JournalledJob, coverage: Coverage, folder: Path, counts: Counts) -> str:
+def _fuzz(spec: ShardSpec, setup: JournalledSetup, coverage: Coverage, folder: Path, counts: Counts) -> str:
     """Fuzz the shard's rounds, anew after each finding, adding to `counts`; how it ended."""
-    left, stretch, journal = spec.plan.rounds_a_shard, 0, job.journal
+    left, stretch, journal = spec.plan.rounds_a_shard, 0, setup.journal
     while left > 0:
         if stretch == MOST_FINDINGS:
             return f"after {MOST_FINDINGS} findings"
         result = fuzz(
-            job,
+            setup,
             left,
             spec.seed + stretch,
             coverage,
@@ -149,32 +149,32 @@ def _fuzz(spec: ShardSpec, job: JournalledJob, coverage: Coverage, folder: Path,
         )
         counts.add(result.counts)
         for finding in result.findings:
-            _found(finding, job, folder)  # all of them, before minutes are spent on the first
+            _found(finding, setup, folder)  # all of them, before minutes are spent on the first
         for finding in result.findings:
-            take(finding, job, folder)
+            take(finding, setup, folder)
         left, stretch = left - result.executed, stretch + 1
     return "complete"
 
 
-def _coverage(job: JournalledJob, coverage: Coverage) -> dict[str, Any]:
+def _coverage(setup: JournalledSetup, coverage: Coverage) -> dict[str, Any]:
     never = coverage.never_visited()
     return {
-        "configuration": configuration(job),
+        "configuration": configuration(setup),
         "possible": len(coverage.visits()),
         "never": [list(key) for key in never],
         "digest": coverage.digest(),
     }
 
 
-def _note_waivers(job: JournalledJob, counts: Counts, folder: Path) -> None:
+def _note_waivers(setup: JournalledSetup, counts: Counts, folder: Path) -> None:
     """Write down what came of each waiver: its difference was seen here, or it had to be and was not."""
-    for waiver in job.waivers:
+    for waiver in setup.waivers:
         use = counts.waivers.get(waiver.key)
         if use is None or not (use.words or use.gone):
             continue
         key = FindingKey(
-            system=job.system.name,
-            subject=job.subject,
+            system=setup.system.name,
+            subject=setup.subject,
             field=waiver.field,
             diagnosis=waiver.called,
             law=waiver.law,
@@ -191,23 +191,23 @@ def _note_waivers(job: JournalledJob, counts: Counts, folder: Path) -> None:
 # Findings ------------------------------------------------------------------------------------------------------------
 
 
-def take(finding: Finding, job: JournalledJob, folder: Path) -> FindingRecord:
+def take(finding: Finding, setup: JournalledSetup, folder: Path) -> FindingRecord:
     """Write `finding` down, repeat its case from nothing, shrink it; written down at each step."""
-    record = _found(finding, job, folder)
+    record = _found(finding, setup, folder)
     if record.settled:
         return record
-    record = _repeated(record, finding, job, folder)
+    record = _repeated(record, finding, setup, folder)
     record.write(folder)
     if record.state == "confirmed":
-        record = _shrunk(record, finding, job, folder)
+        record = _shrunk(record, finding, setup, folder)
         record.write(folder)
     return record
 
 
-def _found(finding: Finding, job: JournalledJob, folder: Path) -> FindingRecord:
+def _found(finding: Finding, setup: JournalledSetup, folder: Path) -> FindingRecord:
     """Its record: one that is settled, or that it was found."""
     facts = finding.to_dict()
-    key = FindingKey.of(facts, planted=job.planted)
+    key = FindingKey.of(facts, planted=setup.planted)
     known = FindingRecord.read(folder / "findings" / f"{key.name}.json")
     if known is not None and known.settled:
         return known
@@ -224,7 +224,7 @@ def _found(finding: Finding, job: JournalledJob, folder: Path) -> FindingRecord:
     return record
 
 
-def _repeated(record: FindingRecord, finding: Finding, job: JournalledJob, folder: Path) -> FindingRecord:
+def _repeated(record: FindingRecord, finding: Finding, setup: JournalledSetup, folder: Path) -> FindingRecord:
     """Confirmed if every repeat shows it; else flaky, with its rate."""
     assert record.case is not None
     if finding.diagnosis is Diagnosis.RECOMPILES:
@@ -233,14 +233,14 @@ def _repeated(record: FindingRecord, finding: Finding, job: JournalledJob, folde
     rounds = read_case(folder / record.case).rounds
     signature, shown = Signature.of(finding), 0
     for _ in range(REPEATS):
-        again = confirm(job, rounds)
+        again = confirm(setup, rounds)
         # A flaky one that shows again is explained, and so is called otherwise.
         shown += any(finding.diagnosis is Diagnosis.FLAKY or signature.matches(each) for each in again)
     state = "confirmed" if shown == REPEATS else "flaky"
     return dataclasses.replace(record, state=state, shown=shown, repeats=REPEATS)
 
 
-def _shrunk(record: FindingRecord, finding: Finding, job: JournalledJob, folder: Path) -> FindingRecord:
+def _shrunk(record: FindingRecord, finding: Finding, setup: JournalledSetup, folder: Path) -> FindingRecord:
     if finding.diagnosis is Diagnosis.RECOMPILES:
         return record
     elsewhere = None if record.key.planted else _shrunk_elsewhere(record.key, folder)
@@ -249,7 +249,7 @@ def _shrunk(record: FindingRecord, finding: Finding, job: JournalledJob, folder:
     assert record.case is not None
     case = read_case(folder / record.case)
     try:
-        smaller = _shrink(case, finding, job)
+        smaller = _shrink(case, finding, setup)
     except UsageError as error:
         return dataclasses.replace(record, note=f"not shrunk: {error}")
     path = Path("cases") / f"shrunk-{record.key.name}.json"
@@ -257,10 +257,10 @@ def _shrunk(record: FindingRecord, finding: Finding, job: JournalledJob, folder:
     return dataclasses.replace(record, state="shrunk", shrunk=str(path))
 
 
-def _shrink(case: Scenario, finding: Finding, job: JournalledJob) -> Scenario:
+def _shrink(case: Scenario, finding: Finding, setup: JournalledSetup) -> Scenario:
     """The one place that knows how a case is shrunk."""
-    signature, budget_s = Signature.of(finding), CANARY_SHRINK_S if job.planted else SHRINK_S
-    journal = job.journal
+    signature, budget_s = Signature.of(finding), CANARY_SHRINK_S if setup.planted else SHRINK_S
+    journal = setup.journal
 
     def on_launch(candidate: Scenario) -> None:
         journal.running(dataclasses.replace(candidate, found="while it was shrunk"), durable=False)
@@ -268,10 +268,10 @@ def _shrink(case: Scenario, finding: Finding, job: JournalledJob) -> Scenario:
     return shrink(
         case,
         signature,
-        job.backend,
+        setup.backend,
         budget_s=budget_s,
         clock=journal.clock,
-        ledger=job.ledger,
+        ledger=setup.ledger,
         on_launch=on_launch,
     ).scenario
 
@@ -292,20 +292,20 @@ def _shrunk_elsewhere(key: FindingKey, folder: Path) -> int | None:
 # The planted fault ---------------------------------------------------------------------------------------------------
 
 
-def _canary(spec: ShardSpec, job: JournalledJob, folder: Path) -> dict[str, Any]:
+def _canary(spec: ShardSpec, setup: JournalledSetup, folder: Path) -> dict[str, Any]:
     """Plant a fault, chosen by the seed, and see it through. The verdict: "reported"; "masked", if the subject has a
     finding of its own in that place; "missing"."""
-    names = [name for name in CANARIES if _applies(name, spec, job)]
+    names = [name for name in CANARIES if _applies(name, spec, setup)]
     if not names:
         return {"fault": None, "verdict": "missing", "finding": None, "why": "no fault can be planted here"}
     fault = names[spec.seed % len(names)]
-    planted = dataclasses.replace(job, fault=fault, planted=True)
+    planted = dataclasses.replace(setup, fault=fault, planted=True)
     result = fuzz(
         planted,
         CANARY_ROUNDS,
         spec.seed,
         folder=folder / "cases",
-        on_rounds=job.journal.alive,
+        on_rounds=setup.journal.alive,
     )
     verdict: dict[str, Any] = {"fault": fault, "verdict": "missing", "finding": None}
     if not result.findings:
@@ -313,8 +313,8 @@ def _canary(spec: ShardSpec, job: JournalledJob, folder: Path) -> dict[str, Any]
     # What the fault should be called comes first; that it is called so every time is not what is to be shown here.
     expected = FAULTS[fault].diagnoses
     for finding in sorted(result.findings, key=lambda each: each.diagnosis not in expected):
-        own = _without_fault(finding, job, folder)
-        record = take(own or finding, job if own else planted, folder)
+        own = _without_fault(finding, setup, folder)
+        record = take(own or finding, setup if own else planted, folder)
         verdict |= {
             "finding": record.key.name,
             "why": f"{record.state}; {record.note}" if record.note else record.state,
@@ -327,24 +327,24 @@ def _canary(spec: ShardSpec, job: JournalledJob, folder: Path) -> dict[str, Any]
     return verdict
 
 
-def _without_fault(finding: Finding, job: JournalledJob, folder: Path) -> Finding | None:
+def _without_fault(finding: Finding, setup: JournalledSetup, folder: Path) -> Finding | None:
     """The same finding if it shows without the planted fault, too: then it is the subject's own."""
     assert finding.case is not None
     case = read_case(Path(finding.case))
     signature = Signature.of(finding)
-    for again in confirm(job, case.rounds):
+    for again in confirm(setup, case.rounds):
         if signature.matches(again):
             path = folder / "cases" / f"own-{Path(finding.case).name}"
-            write_whole(path, job.scenario(case.rounds, found=again.sentence).to_json())
+            write_whole(path, setup.scenario(case.rounds, found=again.sentence).to_json())
             return dataclasses.replace(again, case=str(path))
     return None
 
 
-def _applies(name: str, spec: ShardSpec, job: JournalledJob) -> bool:
-    if get_fault(name)[1] in {waiver.field for waiver in job.waivers}:
+def _applies(name: str, spec: ShardSpec, setup: JournalledSetup) -> bool:
+    if get_fault(name)[1] in {waiver.field for waiver in setup.waivers}:
         return False  # a waiver might cover what it does
     try:
-        Job.make(job.system, job.geometry, job.buckets, spec.seed, spec.plan.subject, name, job.backend)
+        ReplaySetup.make(setup.system, setup.geometry, setup.buckets, spec.seed, spec.plan.subject, name, setup.backend)
     except UsageError:
         return False
     return True
@@ -359,7 +359,7 @@ def replay_step_by_step(case_path: Path, folder: Path, device: torch.device) -> 
     spec = ShardSpec.from_dict(read_json(folder.parent / SPEC_FILE) or {})
     if case.subject != spec.plan.subject:  # which is trusted: whoever runs the campaign has named it
         check_trust(get_system(case.system), case.subject, "name it in the plan")
-    job = Job.make(
+    setup = ReplaySetup.make(
         get_system(case.system),
         case.geometry,
         case.buckets,
@@ -369,13 +369,13 @@ def replay_step_by_step(case_path: Path, folder: Path, device: torch.device) -> 
         open_backend(device),
     )
     journal.beat(force=True)
-    slots, generations = remap_slots_of(case.rounds), job.generations()
+    slots, generations = remap_slots_of(case.rounds), setup.generations()
     try:
-        replayer = job.open(1, slots)
+        replayer = setup.open(1, slots)
         for round_ in case.rounds:
-            replayer.replay(job.table([round_], slots, generations))
+            replayer.replay(setup.table([round_], slots, generations))
             replayer.poll()
             journal.rounds += 1
             journal.beat(force=True)
-    except SubjectFault:
+    except SubjectError:
         return  # it fails as a subject may, and the process lives

@@ -1,4 +1,4 @@
-"""Resident rounds: whole chunks drawn from a counter on the job's own device, with no work for a single round.
+"""Resident rounds: whole chunks drawn from a counter on the setup's own device, with no work for a single round.
 
 A steered world (world.py) costs about a millisecond a round, ten times what a small round costs a GPU. These rounds are
 not steered: each is a hash of (seed, number), so that any of them can be rebuilt without having been stored, and
@@ -14,7 +14,7 @@ import numpy as np
 
 from dsa_verify.contract.round import has_floors
 from dsa_verify.contract.round_table import PAD_REQUEST, Array, RoundTable, complete_table, seq_len_fill
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
 from fuzz.engine.coverage import Coverage
 from fuzz.engine.expansion import RoundSpec, expand_columns, moves_of, regimes
@@ -24,26 +24,26 @@ OBSERVED_OF_A_CHUNK: Final = 16  # successive rounds, so that pairs are seen
 
 
 def resident_chunks(
-    job: Job, seed: int, first: int, count: int, chunk_rounds: int, coverage: Coverage
+    setup: ReplaySetup, seed: int, first: int, count: int, chunk_rounds: int, coverage: Coverage
 ) -> Iterator[RoundTable]:
     """Rounds `first` to `first + count` of `seed`, on pages that no round has moved yet."""
-    generations = np.zeros(job.geometry.request_rows, np.int64)
-    coverage.expect(regimes(job.system.name, job.geometry))
+    generations = np.zeros(setup.geometry.request_rows, np.int64)
+    coverage.expect(regimes(setup.system.name, setup.geometry))
     for start in range(first, first + count, chunk_rounds):
         numbers = range(start, min(start + chunk_rounds, first + count))
-        specs = specs_at(seed, numbers, job.system.name, job.geometry, job.buckets)
-        table = _table(job, specs, generations)
+        specs = specs_at(seed, numbers, setup.system.name, setup.geometry, setup.buckets)
+        table = _table(setup, specs, generations)
         coverage.recaptured()  # what came before the sample is not in the map
         for i, spec in enumerate(specs[:OBSERVED_OF_A_CHUNK]):
             coverage.observe(table.round(i), spec.regime)
         yield table
 
 
-def _table(job: Job, specs: list[RoundSpec], generations: Array) -> RoundTable:
-    device = job.backend.device if job.backend.device.type == "cuda" else None
-    drawn = expand_columns(specs, job.system.name, job.geometry, device)
+def _table(setup: ReplaySetup, specs: list[RoundSpec], generations: Array) -> RoundTable:
+    device = setup.backend.device if setup.backend.device.type == "cuda" else None
+    drawn = expand_columns(specs, setup.system.name, setup.geometry, device)
     columns = {name: _host(values) for name, values in drawn.items()}
-    count, widest, n = len(specs), max(job.buckets), job.geometry.draft_tokens
+    count, widest, n = len(specs), max(setup.buckets), setup.geometry.draft_tokens
     live = np.arange(widest)[None, :] < columns["raw"][:, None]
 
     def padded(name: str, pad: int) -> Array:
@@ -53,7 +53,7 @@ def _table(job: Job, specs: list[RoundSpec], generations: Array) -> RoundTable:
         return np.where(live, wide, pad)
 
     moves = _moves(columns, generations)
-    system, geometry = job.system.name, job.geometry
+    system, geometry = setup.system.name, setup.geometry
     floors = np.full((count, widest), geometry.replay_floor, np.int64)
     return complete_table(
         system,

@@ -1,6 +1,6 @@
 """Limits: what a round of a system may hold, as far as the fuzzer has to know it before it draws one.
 
-`Job.table` and the case reader refuse what is outside; a fuzzer that ran into a refusal would count rounds that
+`ReplaySetup.table` and the case reader refuse what is outside; a fuzzer that ran into a refusal would count rounds that
 never took place.
 """
 

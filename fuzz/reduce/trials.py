@@ -21,8 +21,8 @@ from dsa_verify.contract.round import Scenario, parse_case
 from dsa_verify.contract.subject import SubjectFactory
 from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.graphs import Backend
-from dsa_verify.replay.setup import Job, remap_slots_of
-from dsa_verify.replay.subject_stages import SubjectFault
+from dsa_verify.replay.setup import ReplaySetup, remap_slots_of
+from dsa_verify.replay.subject_stages import SubjectError
 from dsa_verify.rounds.matrix import is_undefined
 from dsa_verify.systems.catalogue import get_system
 from dsa_verify.waivers.waivers import NO_WAIVERS, Ledger
@@ -133,8 +133,8 @@ class Trials:
         if self.seconds >= self._budget_s:
             raise OutOfTime
 
-    def _job(self, scenario: Scenario) -> Job:
-        return Job.make(
+    def _setup(self, scenario: Scenario) -> ReplaySetup:
+        return ReplaySetup.make(
             get_system(scenario.system),
             scenario.geometry,
             scenario.buckets,
@@ -148,7 +148,7 @@ class Trials:
     def _confirm(self, candidate: Scenario) -> Finding | None:
         self._on_launch(candidate)
         try:
-            findings = confirm(self._job(candidate), candidate.rounds)
+            findings = confirm(self._setup(candidate), candidate.rounds)
         except UsageError:  # the subject or its fault has no such geometry
             return None
         except HarnessError:
@@ -160,7 +160,7 @@ class Trials:
         """A screen over the captures of `base`; None where it would not even recognise `base`."""
         if self._screen is None or self._screen.captures != _captures(base):
             self._on_launch(base)
-            self._screen = _Screen(self._job(base), base, self.signature.field)
+            self._screen = _Screen(self._setup(base), base, self.signature.field)
         return self._screen if self._screen.works else None
 
 
@@ -183,14 +183,14 @@ def _captures(scenario: Scenario) -> Captures:
 class _Screen:
     """One replayer for many cases. `works`: whether it shows the case it was opened for twice in a row."""
 
-    def __init__(self, job: Job, base: Scenario, field: str | None):
+    def __init__(self, setup: ReplaySetup, base: Scenario, field: str | None):
         self.captures = _captures(base)
-        self._job, self._field = job, field
+        self._setup, self._field = setup, field
         self._rounds, self._slots = len(base.rounds), max(remap_slots_of(base.rounds), SCREEN_REMAPS)
         try:
-            table = job.table(base.rounds, self._slots)
-            self._replayer = job.open(self._rounds, self._slots, record=True, resettable=True, first=table)
-        except (SubjectFault, HarnessError):
+            table = setup.table(base.rounds, self._slots)
+            self._replayer = setup.open(self._rounds, self._slots, record=True, resettable=True, first=table)
+        except (SubjectError, HarnessError):
             self.works = False
             return
         self.works = True
@@ -203,8 +203,8 @@ class _Screen:
         """Whether the first wrong round of `candidate` has something wrong with the field."""
         self._replayer.reset()
         try:
-            seen = self._replayer.run(self._job.table(candidate.rounds, self._slots))
-        except (SubjectFault, HarnessError):
+            seen = self._replayer.run(self._setup.table(candidate.rounds, self._slots))
+        except (SubjectError, HarnessError):
             self.works = False
             return True
         wrong = [(each.round, each.region.name) for tally in seen.tallies.values() for each in tally.first]

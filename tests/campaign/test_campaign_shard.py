@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import DEVICE, SMALL, EagerDecode, decode_round, job_of
+from support import DEVICE, SMALL, EagerDecode, decode_round, setup_of
 
 from dsa_verify.base.atomic_write import write_whole
 from dsa_verify.base.errors import HarnessError, OutOfMemory
@@ -21,11 +21,11 @@ from dsa_verify.contract.round import Round, read_case
 from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.replay import compilations
 from dsa_verify.replay.observation import Observation
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from fuzz.campaign import supervisor as supervise_module
 from fuzz.campaign import worker as shard_work
 from fuzz.campaign.index import Store
-from fuzz.campaign.journal import Journal, JournalledJob, Stopped
+from fuzz.campaign.journal import Journal, JournalledSetup, Stopped
 from fuzz.campaign.plan import Plan, ShardSpec, settle_plan
 from fuzz.campaign.report import summary
 from fuzz.campaign.shard_folder import ShardResult, findings_in, read_progress, shard_folder
@@ -172,8 +172,8 @@ def test_every_planted_fault_is_reported(
     monkeypatch.setattr(shard_work, "CANARY_ROUNDS", 16)
     monkeypatch.setattr(shard_work, "REPEATS", 1)
     folder, spec = shard_folder(tmp_path, 0), spec_of(batches=(2,))
-    job = JournalledJob.of(shard_work._job(spec, job_of().backend), Journal(folder))
-    assert shard_work._canary(spec, job, folder)["verdict"] == "reported"
+    setup = JournalledSetup.of(shard_work._setup(spec, setup_of().backend), Journal(folder))
+    assert shard_work._canary(spec, setup, folder)["verdict"] == "reported"
 
 
 def test_a_planted_fault_over_which_the_process_was_killed_is_reported_after_all(
@@ -184,13 +184,13 @@ def test_a_planted_fault_over_which_the_process_was_killed_is_reported_after_all
     monkeypatch.setattr(shard_work, "CANARY_ROUNDS", 16)
     monkeypatch.setattr(shard_work, "REPEATS", 1)
     folder, spec = shard_folder(tmp_path, 0), spec_of(batches=(2,))
-    job = JournalledJob.of(shard_work._job(spec, job_of().backend), Journal(folder))
+    setup = JournalledSetup.of(shard_work._setup(spec, setup_of().backend), Journal(folder))
     with monkeypatch.context() as patch:
         patch.setattr(shard_work, "_shrink", killed)
         with pytest.raises(KeyboardInterrupt):
-            shard_work._canary(spec, job, folder)
+            shard_work._canary(spec, setup, folder)
     assert [record.state for record in findings_in(folder)] == ["confirmed"]
-    assert shard_work._canary(spec, job, folder)["verdict"] == "reported"
+    assert shard_work._canary(spec, setup, folder)["verdict"] == "reported"
     assert [record.state for record in findings_in(folder)] == ["shrunk"]
 
 
@@ -337,21 +337,21 @@ def test_whatever_is_launched_is_in_the_journal_first(tmp_path: Path) -> None:
         def before_replay(self) -> None:
             seen.append(tuple(len(round_.seq_lens) for round_ in read_case(folder / "journal.json").rounds))
 
-    job = JournalledJob.of(job_of(Looks), journal)
-    replayer = job.open(4)
+    setup = JournalledSetup.of(setup_of(Looks), journal)
+    replayer = setup.open(4)
     assert set(seen) == {()}  # a capture has a case of its own
     seen.clear()
     for lengths in ((5, 6, 7), (8, 9), (3,)):
-        replayer.run(job.table([decode_round(4, *lengths)]))
+        replayer.run(setup.table([decode_round(4, *lengths)]))
     assert seen == [(3,), (3, 2), (2, 1)]  # with the chunk before, which may have prepared it
 
 
 def test_progress_tells_what_was_judged_from_what_was_in_flight(tmp_path: Path) -> None:
     folder = shard_folder(tmp_path, 0)
     journal = Journal(folder)
-    job = JournalledJob.of(job_of(EagerDecode), journal)
-    replayer = job.open(4)
-    table = job.table([decode_round(4, 5)] * 3)
+    setup = JournalledSetup.of(setup_of(EagerDecode), journal)
+    replayer = setup.open(4)
+    table = setup.table([decode_round(4, 5)] * 3)
     replayer.run(table)
     journal.count(3)
     replayer.run(table)
@@ -366,7 +366,7 @@ def test_progress_tells_what_was_judged_from_what_was_in_flight(tmp_path: Path) 
 def test_the_end_of_a_campaign_is_seen_at_every_chunk(tmp_path: Path) -> None:
     """A device may need less than a heartbeat for one."""
     journal = Journal(shard_folder(tmp_path, 0))
-    journal.opening(JournalledJob.of(job_of(EagerDecode), journal))  # which is a heartbeat
+    journal.opening(JournalledSetup.of(setup_of(EagerDecode), journal))  # which is a heartbeat
     journal.count(3)
     write_whole(tmp_path / "stop", "")
     for sign_of_life in (lambda: journal.count(3), lambda: journal.alive(3), journal.clock):
@@ -379,10 +379,10 @@ def test_what_is_launched_to_shrink_a_case_is_in_the_journal_first(
 ) -> None:
     launched: list[bool] = []
 
-    def looked(job: Job, rounds: Sequence[Round]) -> list[Finding]:
+    def looked(setup: ReplaySetup, rounds: Sequence[Round]) -> list[Finding]:
         case = read_case(shard_folder(tmp_path, 0) / "journal.json")
-        launched.append((case.buckets, case.rounds) == (job.buckets, tuple(rounds)))
-        return confirm(job, rounds)
+        launched.append((case.buckets, case.rounds) == (setup.buckets, tuple(rounds)))
+        return confirm(setup, rounds)
 
     monkeypatch.setattr(trials_module, "confirm", looked)
     work(tmp_path, "test_campaign_shard:WrongLength")

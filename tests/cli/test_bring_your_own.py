@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from support import DEVICE, job_of, small
+from support import DEVICE, setup_of, small
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.cli import new
@@ -40,8 +40,8 @@ def mistakes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def found(subject: type) -> list[str]:
     config = diagnostic_matrix(SYSTEMS["decode"], small(), batches=[4])[0]
-    job = job_of(subject, geometry=config.geometry, buckets=config.buckets)
-    return [finding.diagnosis.value for finding in verify_rounds(job, config.chunks(), Counts(), folder=None)]
+    setup = setup_of(subject, geometry=config.geometry, buckets=config.buckets)
+    return [finding.diagnosis.value for finding in verify_rounds(setup, config.chunks(), Counts(), folder=None)]
 
 
 def test_the_example_is_right_short_and_what_the_document_shows(

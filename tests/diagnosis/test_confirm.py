@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import EagerDecode, decode_round, job_of, small
+from support import EagerDecode, decode_round, setup_of, small
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.finding import Diagnosis, Finding
@@ -63,7 +63,7 @@ class SaysTooMuch(Frozen):
 
 
 def first(subject: type | None, rounds: list[Round] = ROUNDS, **rest: object) -> Finding:
-    return confirm(job_of(subject, **rest), rounds)[0]  # type: ignore[arg-type]
+    return confirm(setup_of(subject, **rest), rounds)[0]  # type: ignore[arg-type]
 
 
 def test_one_replay_late_is_told_from_frozen_by_one_more_replay() -> None:
@@ -135,8 +135,8 @@ def test_the_reserved_slot_is_called_that() -> None:
 def test_a_window_is_unclamped_where_rows_are_shorter_than_the_draft(mode: str, found: bool) -> None:
     draft = {} if mode == "decode" else {"draft_tokens": 4}
     geometry = Geometry.resolve("tiny_v4", {"padded_mode": mode, **draft})
-    job = job_of(system="padded", fault="unclamped_window", geometry=geometry, buckets=(2,))
-    findings = confirm(job, [decode_round(2, 30)])
+    setup = setup_of(system="padded", fault="unclamped_window", geometry=geometry, buckets=(2,))
+    findings = confirm(setup, [decode_round(2, 30)])
     assert bool(findings) is found
     if found:
         assert findings[0].diagnosis is Diagnosis.OUT_OF_RANGE
@@ -145,7 +145,7 @@ def test_a_window_is_unclamped_where_rows_are_shorter_than_the_draft(mode: str, 
 
 def test_a_fault_that_needs_an_indexer_names_a_preset_that_has_one() -> None:
     with pytest.raises(UsageError) as caught:
-        job_of(system="mtp", fault="stale_draft_steps", geometry=Geometry.resolve("tiny"))
+        setup_of(system="mtp", fault="stale_draft_steps", geometry=Geometry.resolve("tiny"))
     assert str(caught.value) == (
         "fault 'stale_draft_steps' needs an indexer (--preset tiny_pool) and draft_steps of 4 or more"
     )
@@ -172,18 +172,18 @@ class AdvancesItsLengths(EagerDecode):
 
 
 def said(subject: type, **rest: object) -> list[tuple[str | None, Diagnosis]]:
-    return [(each.field, each.diagnosis) for each in confirm(job_of(subject, **rest), TWICE)]  # type: ignore[arg-type]
+    return [(each.field, each.diagnosis) for each in confirm(setup_of(subject, **rest), TWICE)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fault", [None, "past_the_end", "before_the_start", "wider_bucket_rows"])
 def test_what_both_replays_do_wrong_is_one_finding(fault: str | None) -> None:
     buckets = (4,) if fault is None else (6, 4)
-    (finding,) = confirm(job_of(OneMore if fault is None else EagerDecode, fault=fault, buckets=buckets), TWICE)
+    (finding,) = confirm(setup_of(OneMore if fault is None else EagerDecode, fault=fault, buckets=buckets), TWICE)
     assert finding.diagnosis is not Diagnosis.NOT_IDEMPOTENT
 
 
 def test_a_second_replay_is_held_against_the_first() -> None:
-    wrong, again = confirm(job_of(OneMore, fault=f"second_replay:{LENGTHS}"), TWICE)
+    wrong, again = confirm(setup_of(OneMore, fault=f"second_replay:{LENGTHS}"), TWICE)
     assert wrong.sentence.startswith(f"boundary: {PLACE} is 18, must be 17: "), "what the first replay left"
     assert again.sentence == (
         f"not idempotent: {PLACE} was 18 after the first replay and 19 after a second one on the same inputs"
@@ -192,7 +192,7 @@ def test_a_second_replay_is_held_against_the_first() -> None:
 
 
 def test_a_second_replay_that_puts_things_right_is_not_idempotent() -> None:
-    late, again = confirm(job_of(Late), TWICE)
+    late, again = confirm(setup_of(Late), TWICE)
     assert late.diagnosis is Diagnosis.STALE
     assert late.sentence.startswith(f"stale: {PLACE} is 1, must be 17: ")
     assert again.sentence == (

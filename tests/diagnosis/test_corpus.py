@@ -13,7 +13,7 @@ from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.round import Scenario, read_case
 from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.graphs import open_backend
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.run.runner import Runner, open_run
 from dsa_verify.subjects.faults.conduct import WrongOnce
 from dsa_verify.systems.catalogue import get_system
@@ -40,8 +40,8 @@ def with_its_fault(path: Path) -> Scenario:
 
 def confirmed(case: Scenario) -> list[Finding]:
     system, backend = get_system(case.system), open_backend(DEVICE)
-    job = Job.make(system, case.geometry, case.buckets, case.seed, case.subject, case.fault, backend)
-    return confirm(job, case.rounds)
+    setup = ReplaySetup.make(system, case.geometry, case.buckets, case.seed, case.subject, case.fault, backend)
+    return confirm(setup, case.rounds)
 
 
 def replayed(case: Scenario) -> list[Finding]:

@@ -17,7 +17,7 @@ from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.layout import Lifetime
 from dsa_verify.contract.subject import Buffers, Inputs, SubjectFactory
 from dsa_verify.graphs import open_backend
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import Config, diagnostic_matrix
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects import faults
@@ -84,8 +84,8 @@ def config_of(system: str, fault: str | None = None) -> Config:
 def verify(system: str, fault: str | None, subject: str | SubjectFactory | None = None) -> tuple[list[Finding], Counts]:
     config, counts = config_of(system, fault), Counts()
     subject = "glue" if fault == "glues_idle" else subject
-    job = Job.make(SYSTEMS[system], config.geometry, config.buckets, 0, subject, fault, open_backend(DEVICE))
-    return verify_rounds(job, job.with_foreign_work(config.chunks()), counts, folder=None), counts
+    setup = ReplaySetup.make(SYSTEMS[system], config.geometry, config.buckets, 0, subject, fault, open_backend(DEVICE))
+    return verify_rounds(setup, setup.with_foreign_work(config.chunks()), counts, folder=None), counts
 
 
 def check(findings: list[Finding], name: str, system: str) -> None:

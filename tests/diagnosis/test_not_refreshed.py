@@ -11,7 +11,7 @@ from dsa_verify.contract.layout import Lifetime
 from dsa_verify.contract.round import Round
 from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.graphs import open_backend
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.systems.catalogue import SYSTEMS
 
 DEVICE = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
@@ -56,8 +56,8 @@ CASES = [
 @pytest.mark.parametrize(("system", "subject", "field"), CASES)
 def test_a_buffer_that_is_not_refreshed_is_stale(system: str, subject: str, field: str) -> None:
     backend = open_backend(DEVICE)
-    job = Job.make(SYSTEMS[system], geometry_of(system), (4,), 0, subject, f"not_refreshed:{field}", backend)
-    findings = {finding.field: finding for finding in confirm(job, rounds_of(system))}
+    setup = ReplaySetup.make(SYSTEMS[system], geometry_of(system), (4,), 0, subject, f"not_refreshed:{field}", backend)
+    findings = {finding.field: finding for finding in confirm(setup, rounds_of(system))}
     assert findings[field].diagnosis is Diagnosis.STALE, findings[field].sentence
     assert "stale since round 0" in findings[field].sentence
 

@@ -13,7 +13,7 @@ from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round
 from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.graphs import open_backend
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.systems.catalogue import SYSTEMS
 from fuzz.engine.world import World
@@ -23,8 +23,10 @@ TINY = Geometry.resolve("tiny")
 
 
 def sentences(rounds: list[Round]) -> list[str]:
-    job = Job.make(SYSTEMS["decode"], TINY, (4, 1), 0, EagerDecode, "table_of_first_page", open_backend(DEVICE))
-    return [finding.sentence for finding in confirm(job, rounds)]
+    setup = ReplaySetup.make(
+        SYSTEMS["decode"], TINY, (4, 1), 0, EagerDecode, "table_of_first_page", open_backend(DEVICE)
+    )
+    return [finding.sentence for finding in confirm(setup, rounds)]
 
 
 def scripted() -> list[Round]:

@@ -30,7 +30,7 @@ from dsa_verify.cli import fuzz as fuzz_command
 from dsa_verify.cli import replay as replay_command
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.subject import Buffers, Inputs
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.systems.catalogue import SYSTEMS
 from dsa_verify.waivers.waivers import parse_ledger, read_ledger
@@ -132,10 +132,10 @@ def test_what_is_fuzzed_is_found_beside_a_waiver(tmp_path: Path, capsys: pytest.
 def test_a_finding_is_shrunk_and_explained_beside_a_waiver() -> None:
     """The waived difference is in every round: only a trial that waives it gets past the first to the second."""
     ledger = ledger_of(AlsoShorter)
-    job = Job.make(SYSTEMS["decode"], small(), (4,), 0, AlsoShorter, None, backend(), ledger)
+    setup = ReplaySetup.make(SYSTEMS["decode"], small(), (4,), 0, AlsoShorter, None, backend(), ledger)
     rounds = [decode_round(4, 21, 30, poison="plausible"), decode_round(4, 9, 30)]
-    (finding,) = verify_rounds(job, [job.table(rounds)], Counts(), folder=None)
-    signature, case = Signature.of(finding), job.scenario(rounds)
+    (finding,) = verify_rounds(setup, [setup.table(rounds)], Counts(), folder=None)
+    signature, case = Signature.of(finding), setup.scenario(rounds)
     steps = {"budget_s": 9, "subject": AlsoShorter, "ledger": ledger}
     small_case = shrink(case, signature, backend(), clock=itertools.count().__next__, **steps)  # type: ignore[arg-type]
     assert (small_case.finding.field, len(small_case.scenario.rounds)) == (LENGTHS, 2)
@@ -251,7 +251,7 @@ def test_a_campaign_is_given_a_ledger_or_none(tmp_path: Path, monkeypatch: pytes
 def test_no_fault_is_planted_where_a_waiver_would_cover_it(tmp_path: Path) -> None:
     plan = Plan(systems=("decode",), subject=label_of(UnwrittenLengths), device=DEVICE.type, preset="tiny")
     spec = plan.shard(0)
-    job = Job.make(SYSTEMS["decode"], small(), (4,), 0, UnwrittenLengths, None, backend(), WAIVED)
-    applicable = [name for name in shard_work.CANARIES if shard_work._applies(name, spec, job)]  # type: ignore[arg-type]
+    setup = ReplaySetup.make(SYSTEMS["decode"], small(), (4,), 0, UnwrittenLengths, None, backend(), WAIVED)
+    applicable = [name for name in shard_work.CANARIES if shard_work._applies(name, spec, setup)]  # type: ignore[arg-type]
     assert "skip_refresh" not in applicable
     assert "not_refreshed" in applicable

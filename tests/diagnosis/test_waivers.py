@@ -27,7 +27,7 @@ from dsa_verify.contract.round import Round
 from dsa_verify.contract.subject import Buffers, Inputs
 from dsa_verify.diagnosis.confirm import Covered, confirm
 from dsa_verify.judge.schedule_laws import Law
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.runner import Run, Runner, open_run, status_of
 from dsa_verify.run.verify import Counts, verify_rounds
@@ -232,11 +232,13 @@ def test_what_was_covered_and_lies_there_still_is_not_explained_again() -> None:
     """A field that is written at capture keeps what is wrong in it, and why it is so shows in the round of it only."""
     lasting = {"field": "cu_seqlens_q", "diagnosis": "out of range", "says": "it came with length 17"}
     rounds = [decode_round(4, 17, 5), decode_round(4, 9, 5), decode_round(4, 17, 6)]
-    job = Job.make(SYSTEMS["decode"], small(), (4,), 0, Lasting, None, backend(), ledger_of(Lasting, **lasting))
+    setup = ReplaySetup.make(
+        SYSTEMS["decode"], small(), (4,), 0, Lasting, None, backend(), ledger_of(Lasting, **lasting)
+    )
     waived: set[Covered] = set()
-    assert confirm(job, rounds, waived=waived) == []
+    assert confirm(setup, rounds, waived=waived) == []
     assert waived == {(4, "known cu_seqlens_q")}
-    (finding,) = confirm(job, [*rounds, decode_round(4, 20, 5)])
+    (finding,) = confirm(setup, [*rounds, decode_round(4, 20, 5)])
     assert (finding.field, finding.got) == ("cu_seqlens_q", 120)
 
 
@@ -262,9 +264,9 @@ def test_what_was_never_written_is_covered_whatever_a_finding_would_call_it() ->
     """Where the poison is what lay there before, that is the poison of an earlier round, which nobody recognises."""
     rounds = [decode_round(4, 31, 20, 28, 10, poison="plausible"), decode_round(4, 30, 19, 27, 9, poison="stale")]
     two = ledger_of(UnwrittenLengths, diagnosis=["never written", "draft offset"])
-    job = Job.make(SYSTEMS["decode"], small(), (4,), 0, UnwrittenLengths, None, backend(), two)
+    setup = ReplaySetup.make(SYSTEMS["decode"], small(), (4,), 0, UnwrittenLengths, None, backend(), two)
     waived: set[Covered] = set()
-    assert confirm(job, rounds, waived=waived) == []
+    assert confirm(setup, rounds, waived=waived) == []
     assert waived == {(4, f"known {DSA}")}
 
 
@@ -331,9 +333,9 @@ def test_a_waiver_that_does_not_apply_is_not_gone() -> None:
 
 def test_a_case_or_an_interrupted_run_says_nothing_about_what_is_gone() -> None:
     ledger = ledger_of("support:EagerDecode")
-    job = Job.make(SYSTEMS["decode"], small(), (4,), 0, "support:EagerDecode", None, backend(), ledger)
+    setup = ReplaySetup.make(SYSTEMS["decode"], small(), (4,), 0, "support:EagerDecode", None, backend(), ledger)
     run = open_run("decode", "support:EagerDecode", backend(), ledger)
-    Runner(backend=backend(), folder=None, ledger=ledger).case(job.scenario(ROUNDS[:1]), None, run)
+    Runner(backend=backend(), folder=None, ledger=ledger).case(setup.scenario(ROUNDS[:1]), None, run)
     assert (run.gone, status_of([run])) == ([], STATUS_EQUAL)
     run = run_of(EagerDecode, ledger)
     assert run.gone
@@ -355,31 +357,33 @@ STEPS = [
 SIZES = {"pool_size": 1, "context": 37, "topk": 8, "multiprocessors": 2, "request_rows": 9}
 
 
-def steps_job(subject: object, ledger: Ledger, fault: str | None = "stale_draft_steps", steps: int = 4) -> Job:
+def steps_setup(
+    subject: object, ledger: Ledger, fault: str | None = "stale_draft_steps", steps: int = 4
+) -> ReplaySetup:
     geometry = Geometry.resolve("tiny_pool", {**SIZES, "draft_steps": steps})
-    return Job.make(MTP, geometry, (4,), 0, subject, fault, backend(), ledger)  # type: ignore[arg-type]
+    return ReplaySetup.make(MTP, geometry, (4,), 0, subject, fault, backend(), ledger)  # type: ignore[arg-type]
 
 
 def test_the_published_gap_of_three_draft_steps_is_waived_field_by_field() -> None:
     """Schedules by their laws, too, and plans as the lists that they are (contract 2.3)."""
-    job, counts = steps_job(ORACLE, ledger_of(ORACLE, **GAP)), Counts()
-    assert verify_rounds(job, [job.table(STEPS)], counts, folder=None) == []
+    setup, counts = steps_setup(ORACLE, ledger_of(ORACLE, **GAP)), Counts()
+    assert verify_rounds(setup, [setup.table(STEPS)], counts, folder=None) == []
     assert (counts.mismatches, counts.rounds_checked) == (0, len(STEPS))
     assert {use.field: use.rounds for use in counts.waivers.values()} == dict.fromkeys(STALE, len(STEPS))
 
 
 def test_the_gap_is_gone_where_there_is_none() -> None:
-    job, counts = steps_job(ORACLE, ledger_of(ORACLE, **GAP), None), Counts()
-    assert verify_rounds(job, [job.table(STEPS[:1])], counts, folder=None) == []
+    setup, counts = steps_setup(ORACLE, ledger_of(ORACLE, **GAP), None), Counts()
+    assert verify_rounds(setup, [setup.table(STEPS[:1])], counts, folder=None) == []
     assert {use.field for use in counts.waivers.values() if use.gone} == set(STALE)
-    assert steps_job(ORACLE, ledger_of(ORACLE, **GAP), None, steps=3).waivers == (), "two steps never take that path"
+    assert steps_setup(ORACLE, ledger_of(ORACLE, **GAP), None, steps=3).waivers == (), "two steps never take that path"
 
 
 @pytest.mark.slow
 def test_the_fourth_step_is_judged_while_three_are_waived() -> None:
     label = "test_waivers:AlsoTheFourth"
-    job = steps_job(also_the_fourth, ledger_of(label, **GAP), steps=5)
-    findings = verify_rounds(job, [job.table(STEPS[:1])], Counts(), folder=None)
+    setup = steps_setup(also_the_fourth, ledger_of(label, **GAP), steps=5)
+    findings = verify_rounds(setup, [setup.table(STEPS[:1])], Counts(), folder=None)
     assert [finding.field for finding in findings] == ["step3_topk_v2_plan"]
 
 
@@ -406,9 +410,9 @@ def test_a_waiver_may_say_which_law_is_broken(law: Law) -> None:
     """What is poisoned names no tile, in whatever order."""
     subject, field = "oracles.decode:DecodeOracle", "paged_mqa_schedule_metadata"
     ledger, geometry = ledger_of(subject, field=field, law=law.value), Geometry.resolve("tiny_pool", SIZES)
-    job = Job.make(SYSTEMS["decode"], geometry, (4,), 0, subject, f"skip_refresh:{field}", backend(), ledger)
+    setup = ReplaySetup.make(SYSTEMS["decode"], geometry, (4,), 0, subject, f"skip_refresh:{field}", backend(), ledger)
     counts = Counts()
-    findings = verify_rounds(job, [job.table(STEPS[:1])], counts, folder=None)
+    findings = verify_rounds(setup, [setup.table(STEPS[:1])], counts, folder=None)
     assert counts.waivers[f"known {field}"].rounds == 1
     if law is Law.TILE:
         assert findings == []
@@ -421,11 +425,11 @@ def test_a_waiver_may_say_which_law_is_broken(law: Law) -> None:
 def test_a_list_is_unwritten_as_a_whole_or_not_at_all() -> None:
     """The judge sees a list sorted: where an entry lies there says nothing about what was written (contract 5)."""
     ledger = ledger_of("test_waivers:OnlyTheHead", field="topk_v2_plan")
-    job = Job.make(
+    setup = ReplaySetup.make(
         SYSTEMS["decode"], Geometry.resolve("tiny_pool", SIZES), (4,), 0, only_the_head, None, backend(), ledger
     )
     counts = Counts()
-    (finding,) = verify_rounds(job, [job.table(STEPS[:1])], counts, folder=None)
+    (finding,) = verify_rounds(setup, [setup.table(STEPS[:1])], counts, folder=None)
     assert (finding.field, counts.waived) == ("topk_v2_plan", 0)
 
 

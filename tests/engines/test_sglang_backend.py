@@ -20,7 +20,7 @@ from dsa_verify.contract.geometry import PADDED_MODES, Geometry
 from dsa_verify.contract.round import Round
 from dsa_verify.contract.schedule_variants import VARIANTS
 from dsa_verify.contract.subject import Buffers, Inputs, load_attribute
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.adapters import deep_gemm
 from dsa_verify.subjects.adapters.sglang import backend as sglang_backend
@@ -402,9 +402,9 @@ def verify(
     """What is found; the smallest geometry that the system takes."""
     geometry = Geometry.resolve(preset, {**SMALL, "indexer": True, **overrides} if preset == "tiny" else overrides)
     buckets = tuple(sorted({round_.bucket for round_ in rounds}, reverse=True))
-    job = Job.make(SYSTEMS[system], geometry, buckets, 0, subject or SUBJECTS[system], None, backend())  # type: ignore[arg-type]
+    setup = ReplaySetup.make(SYSTEMS[system], geometry, buckets, 0, subject or SUBJECTS[system], None, backend())  # type: ignore[arg-type]
     counts = Counts()
-    findings = verify_rounds(job, [job.table(rounds)], counts, folder=None)
+    findings = verify_rounds(setup, [setup.table(rounds)], counts, folder=None)
     assert findings or counts.rounds_checked == len(rounds)
     return findings
 

@@ -19,7 +19,7 @@ from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round
 from dsa_verify.contract.subject import load_attribute
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.runner import Run, Runner, open_run
 from dsa_verify.run.verify import Counts, verify_rounds
@@ -45,8 +45,8 @@ def settings_of(name: str, **overrides: object) -> dict[str, Any]:
 def findings_of(name: str, rounds: list[Round] = ROUNDS, **overrides: object) -> dict[str, Finding]:
     """The findings of the subject, by field."""
     geometry = Geometry.resolve("tiny", settings_of(name, **overrides))
-    job = Job.make(SYSTEM, geometry, (4,), 0, f"sglang:{name}", None, backend())
-    findings = verify_rounds(job, [job.table(rounds)], Counts(), folder=None)
+    setup = ReplaySetup.make(SYSTEM, geometry, (4,), 0, f"sglang:{name}", None, backend())
+    findings = verify_rounds(setup, [setup.table(rounds)], Counts(), folder=None)
     return {finding.field or "": finding for finding in findings}
 
 
@@ -254,10 +254,10 @@ def test_strided_sources_are_found(double: Double) -> None:
 @pytest.mark.slow
 def test_a_finding_shrinks_to_a_round(double: Double) -> None:
     geometry = Geometry.resolve("tiny", settings_of("dcp_npu"))
-    job = Job.make(SYSTEM, geometry, (4,), 0, "sglang:dcp_npu", None, backend())
+    setup = ReplaySetup.make(SYSTEM, geometry, (4,), 0, "sglang:dcp_npu", None, backend())
     rounds = [*ROUNDS * 3, Round(bucket=4, seq_lens=(30, 2), requests=(7, 8), seed=3)]
-    finding = verify_rounds(job, [job.table(rounds)], Counts(), folder=None)[0]
-    small = shrink(job.scenario(rounds), Signature.of(finding), backend(), budget_s=20.0)
+    finding = verify_rounds(setup, [setup.table(rounds)], Counts(), folder=None)[0]
+    small = shrink(setup.scenario(rounds), Signature.of(finding), backend(), budget_s=20.0)
     assert len(small.scenario.rounds) == 1
     assert small.scenario.subject == "sglang:dcp_npu"
 

@@ -14,7 +14,7 @@ from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.geometry import PADDED_MODES, Geometry
 from dsa_verify.contract.round import Round
 from dsa_verify.contract.subject import load_attribute
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.adapters import sglang
 from dsa_verify.subjects.adapters.sglang.padded import Padded, PaddedLowRatios
@@ -115,9 +115,9 @@ def test_what_ragged_verify_covers() -> None:
 
 
 def findings_of(name: str, geometry: Geometry, rounds: list[Round], system: str = "padded") -> list[Finding]:
-    job = Job.make(SYSTEMS[system], geometry, (rounds[0].bucket, 2), 0, f"sglang:{name}", None, backend())
+    setup = ReplaySetup.make(SYSTEMS[system], geometry, (rounds[0].bucket, 2), 0, f"sglang:{name}", None, backend())
     counts = Counts()
-    findings = verify_rounds(job, [job.table(rounds)], counts, folder=None)
+    findings = verify_rounds(setup, [setup.table(rounds)], counts, folder=None)
     assert counts.elements_compared
     return findings
 

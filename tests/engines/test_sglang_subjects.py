@@ -14,7 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from fake_sglang import TREE, importable, lay_out
-from support import DEVICE, EagerDecode, backend, decode_round, job_of
+from support import DEVICE, EagerDecode, backend, decode_round, setup_of
 
 from dsa_verify.base.errors import STATUS_NOTHING_VERIFIED, STATUS_USAGE, NothingVerified, UsageError
 from dsa_verify.cli.subjects import engine_lines
@@ -142,10 +142,10 @@ def test_the_command_says_what_is_missing(
 
 @on_cpu
 def test_a_case_of_a_subject_that_needs_a_gpu_verifies_nothing(dsa_verify: Cli, tmp_path: Path) -> None:
-    job = job_of(system="mtp")
+    setup = setup_of(system="mtp")
     case = Scenario(
         system="mtp",
-        geometry=job.geometry,
+        geometry=setup.geometry,
         buckets=(2,),
         rounds=(decode_round(2, 3),),
         seed=0,
@@ -163,7 +163,7 @@ def test_a_subject_that_finds_out_late_verifies_nothing_either() -> None:
             raise NothingVerified("needs a GPU for this geometry")
 
     with pytest.raises(NothingVerified, match="for this geometry"):
-        job_of(Late).open(1)
+        setup_of(Late).open(1)
 
 
 def test_what_can_run_here_is_listed(absent: None) -> None:
@@ -209,9 +209,9 @@ class Partly(EagerDecode):
 
 
 def run_of(subject: Any, folder: Path | None = None) -> Run:
-    job = job_of(subject)
+    setup = setup_of(subject)
     case = Scenario(
-        system="decode", geometry=job.geometry, buckets=(2,), rounds=(decode_round(2, 9, 30),) * 2, seed=0, name="c"
+        system="decode", geometry=setup.geometry, buckets=(2,), rounds=(decode_round(2, 9, 30),) * 2, seed=0, name="c"
     )
     run = open_run("decode", subject, backend())
     Runner(backend=backend(), folder=folder).case(case, subject, run)
@@ -284,7 +284,7 @@ def test_a_field_that_does_not_exist_cannot_be_left_out() -> None:
             return {"page_tabel": "a slip"}
 
     with pytest.raises(UsageError, match="page_tabel are not fields of decode; its fields are cache_seqlens_int32"):
-        job_of(Misspelt)
+        setup_of(Misspelt)
 
 
 def test_nothing_covered_is_nothing_verified() -> None:
@@ -294,7 +294,7 @@ def test_nothing_covered_is_nothing_verified() -> None:
             return {field.name: "no kernel here" for field in layout}
 
     with pytest.raises(NothingVerified, match="covers no field of decode: no kernel here"):
-        job_of(Nothing)
+        setup_of(Nothing)
 
 
 # Calls ----------------------------------------------------------------------------------------------------------------
@@ -358,16 +358,22 @@ def test_the_wide_table_may_be_missing(lookalike: None) -> None:
 
 @on_cpu
 def test_ragged_extend_lengths_take_the_ragged_form(lookalike: None) -> None:
-    job = job_of("sglang:draft_extend", system="draft_extend")
-    n = job.geometry.draft_tokens
-    job = job_of("sglang:draft_extend", system="draft_extend", geometry=job.geometry.replace(draft_tokens=3))
+    setup = setup_of("sglang:draft_extend", system="draft_extend")
+    n = setup.geometry.draft_tokens
+    setup = setup_of("sglang:draft_extend", system="draft_extend", geometry=setup.geometry.replace(draft_tokens=3))
     assert n == 1
     lens = ((3, 3, 3, 3), (0, 2, 1, 3), (0, 0, 0, 0))
     rounds = tuple(decode_round(4, 9, 30, 5, 17, extend_lens=each) for each in lens)
     case = Scenario(
-        system="draft_extend", geometry=job.geometry, buckets=(4,), rounds=rounds, seed=0, name="c", subject=job.subject
+        system="draft_extend",
+        geometry=setup.geometry,
+        buckets=(4,),
+        rounds=rounds,
+        seed=0,
+        name="c",
+        subject=setup.subject,
     )
-    run = open_run("draft_extend", job.subject, backend())
+    run = open_run("draft_extend", setup.subject, backend())
     Runner(backend=backend(), folder=None).case(case, None, run)
     assert ([finding.sentence for finding in run.findings], run.counts.rounds_checked) == ([], 3)
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from support import DEVICE, EagerDecode, decode_round, job_of, small
+from support import DEVICE, EagerDecode, decode_round, setup_of, small
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.buffers.region import Control
@@ -46,8 +46,8 @@ class OtherPads(ZeroPads):
 
 
 def findings_of(subject: type) -> list[Finding]:
-    job, counts = job_of(subject, buckets=(4,)), Counts()
-    found = verify_rounds(job, [job.table(ROUNDS)], counts, folder=None)
+    setup, counts = setup_of(subject, buckets=(4,)), Counts()
+    found = verify_rounds(setup, [setup.table(ROUNDS)], counts, folder=None)
     assert counts.rounds_checked == len(ROUNDS)
     return found
 

@@ -16,7 +16,7 @@ from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.adapters.traced import SHOWN_DIGITS
 from dsa_verify.subjects.adapters.vllm import SUBJECTS, runner, standins, wheel
@@ -52,8 +52,8 @@ def findings_of(name: str, rounds: list[Round] | None = None, **changes: object)
     drafts = 1 if system == "decode" else 3
     geometry = Geometry.resolve("tiny", {**SMALL, "draft_tokens": drafts, **changes})
     rounds = rounds or rounds_of(system)
-    job, counts = Job.make(SYSTEMS[system], geometry, BUCKETS, 0, f"vllm:{name}", None, backend()), Counts()
-    found = verify_rounds(job, [job.table(rounds)], counts, folder=None)
+    setup, counts = ReplaySetup.make(SYSTEMS[system], geometry, BUCKETS, 0, f"vllm:{name}", None, backend()), Counts()
+    found = verify_rounds(setup, [setup.table(rounds)], counts, folder=None)
     assert found or counts.rounds_checked == len(rounds)
     return found
 
@@ -93,8 +93,8 @@ def test_requests_of_which_none_is_extended_are_no_step_of_vllms(name: str) -> N
 
 
 def test_a_result_says_which_files_it_judged() -> None:
-    job = Job.make(SYSTEMS["decode"], Geometry.resolve("tiny"), (2,), 0, "vllm:decode", None, backend())
-    found = job.factory.provenance()  # type: ignore[attr-defined]
+    setup = ReplaySetup.make(SYSTEMS["decode"], Geometry.resolve("tiny"), (2,), 0, "vllm:decode", None, backend())
+    found = setup.factory.provenance()  # type: ignore[attr-defined]
     assert found["vllm"] == wheel.version()
     assert all(len(found[module]) == SHOWN_DIGITS for module in runner.MODULES)
     assert (found["stand_ins"] == "none") == (not standins.installed())

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import DEVICE, EagerDecode, backend, job_of, small
+from support import DEVICE, EagerDecode, backend, setup_of, small
 
 from dsa_verify.base.errors import STATUS_EQUAL, STATUS_MISMATCH, UsageError
 from dsa_verify.cli import fuzz as command
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import read_case
 from dsa_verify.contract.subject import Buffers, Inputs
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.systems.catalogue import SYSTEMS
 from fuzz.engine.bulk_rounds import resident_chunks
 from fuzz.engine.coverage import Coverage
@@ -181,8 +181,8 @@ def test_a_finding_says_in_which_round_of_the_run_it_was_seen(monkeypatch: pytes
     """Not of its case, and not of the rounds since the last capture."""
     monkeypatch.setattr(WrongInTheEnd, "captured", 0)
     monkeypatch.setattr(WrongInTheEnd, "late", 3)
-    job = job_of(WrongInTheEnd, buckets=(4,))
-    result = fuzz(job, 90, 0, folder=None, outside=False, rounds_per_capture=30)
+    setup = setup_of(WrongInTheEnd, buckets=(4,))
+    result = fuzz(setup, 90, 0, folder=None, outside=False, rounds_per_capture=30)
     (seen,) = {finding.seen_in_round for finding in result.findings}
     assert seen is not None
     assert 60 <= seen < 90
@@ -203,11 +203,11 @@ def test_bulk_rounds_are_those_of_their_specs(system: str) -> None:
     geometry = small(draft_tokens=3 if known.drafts else 1)
     if known.preset("cpu") != "tiny":
         geometry = type(geometry).resolve(known.preset("cpu"), {"request_rows": 9, "draft_tokens": 3})
-    job = Job.make(known, geometry, (4, 2), 0, None, None, backend())
-    coverage = Coverage(system, geometry, job.buckets)
-    tables = list(resident_chunks(job, 7, 100, 50, 32, coverage))
+    setup = ReplaySetup.make(known, geometry, (4, 2), 0, None, None, backend())
+    coverage = Coverage(system, geometry, setup.buckets)
+    tables = list(resident_chunks(setup, 7, 100, 50, 32, coverage))
     rounds = [round_ for table in tables for round_ in table.rounds()]
-    specs = [spec_at(7, 100 + i, system, geometry, job.buckets) for i in range(50)]
+    specs = [spec_at(7, 100 + i, system, geometry, setup.buckets) for i in range(50)]
     expected = [expand(spec, system, geometry) for spec in specs]
     for got, want in zip(rounds, expected, strict=True):
         # A case may leave lengths out that are all N; a table says them.
@@ -217,12 +217,12 @@ def test_bulk_rounds_are_those_of_their_specs(system: str) -> None:
             if getattr(want, name) is None and getattr(got, name) is not None
         }
         assert got == dataclasses.replace(want, **lens)
-    again = job.table(rounds[:32], tables[0].remap_rows.shape[1])
+    again = setup.table(rounds[:32], tables[0].remap_rows.shape[1])
     assert (again.remap_generations == tables[0].remap_generations).all()
 
 
 def test_bulk_fuzzing_finds_what_is_wrong() -> None:
-    job = Job.make(SYSTEMS["decode"], small(), (4, 2), 0, "support:EagerDecode", "rows_rolled", backend())
-    result = fuzz(job, 200, 1, folder=None, resident=True, chunk_rounds=50)
+    setup = ReplaySetup.make(SYSTEMS["decode"], small(), (4, 2), 0, "support:EagerDecode", "rows_rolled", backend())
+    result = fuzz(setup, 200, 1, folder=None, resident=True, chunk_rounds=50)
     assert result.findings
     assert result.executed < result.requested

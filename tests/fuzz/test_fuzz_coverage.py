@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support import EagerDecode, decode_round, job_of, small
+from support import EagerDecode, decode_round, setup_of, small
 from test_fuzz_expansion import configurations
 
 from dsa_verify.base.errors import UsageError
@@ -149,7 +149,7 @@ def test_steering_visits_more() -> None:
 
 def test_the_same_run_twice_has_the_same_digest_and_counts() -> None:
     first, second = (
-        fuzz(job_of(EagerDecode), 30, 4, folder=None, rounds_per_capture=12, chunk_rounds=5) for _ in range(2)
+        fuzz(setup_of(EagerDecode), 30, 4, folder=None, rounds_per_capture=12, chunk_rounds=5) for _ in range(2)
     )
     assert first.findings == ()
     assert (first.requested, first.executed, first.captures) == (30, 30, 3)
@@ -158,11 +158,11 @@ def test_the_same_run_twice_has_the_same_digest_and_counts() -> None:
     assert first.digest == second.digest
     assert first.coverage.visits() == second.coverage.visits()
     assert first.to_dict() == second.to_dict()
-    assert fuzz(job_of(EagerDecode), 30, 5, folder=None).digest != first.digest
+    assert fuzz(setup_of(EagerDecode), 30, 5, folder=None).digest != first.digest
 
 
 def test_nothing_comes_before_the_first_round_of_a_capture() -> None:
-    result = fuzz(job_of(EagerDecode), 8, 4, folder=None, rounds_per_capture=1)
+    result = fuzz(setup_of(EagerDecode), 8, 4, folder=None, rounds_per_capture=1)
     assert result.captures == 8
     assert not [key for key, count in result.coverage.visits().items() if key[0] == "move" and count]
 
@@ -170,7 +170,7 @@ def test_nothing_comes_before_the_first_round_of_a_capture() -> None:
 @pytest.mark.parametrize("fault", ["not_refreshed", "off_by_one_page", "stale_request_map", "wider_bucket_rows"])
 def test_a_planted_fault_ends_the_run(fault: str) -> None:
     ticks: list[int] = []
-    result = fuzz(job_of(EagerDecode, fault=fault), 200, 1, folder=None, on_rounds=ticks.append, chunk_rounds=16)
+    result = fuzz(setup_of(EagerDecode, fault=fault), 200, 1, folder=None, on_rounds=ticks.append, chunk_rounds=16)
     assert result.findings
     assert result.findings[0].diagnosis is not Diagnosis.FLAKY
     assert result.executed == sum(ticks) < result.requested == 200
@@ -179,6 +179,6 @@ def test_a_planted_fault_ends_the_run(fault: str) -> None:
 
 def test_a_run_of_nothing_is_refused() -> None:
     with pytest.raises(UsageError, match="rounds: 0 is below 1"):
-        fuzz(job_of(EagerDecode), 0)
+        fuzz(setup_of(EagerDecode), 0)
     with pytest.raises(UsageError, match="chunk_rounds: 0 is below 1"):
-        fuzz(job_of(EagerDecode), 5, chunk_rounds=0)
+        fuzz(setup_of(EagerDecode), 5, chunk_rounds=0)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 from hypothesis import Phase, settings
-from support import SMALL, EagerDecode, job_of
+from support import SMALL, EagerDecode, setup_of
 
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.systems.catalogue import SYSTEMS
@@ -40,7 +40,7 @@ def test_every_system_is_fuzzed_and_all_rounds_are_executed(system: str) -> None
     """A bounded number of examples in every test run; more of them by the profiles dev and nightly."""
     known = SYSTEMS[system]
     geometry = Geometry.resolve(known.preset("cpu"), {**SMALL, "draft_tokens": 3 if known.drafts else 1})
-    machine = machine_of(job_of(EAGER if system == "decode" else None, system=system, geometry=geometry))
+    machine = machine_of(setup_of(EAGER if system == "decode" else None, system=system, geometry=geometry))
     tally = run(machine, SHORT)
     assert tally.runs >= SHORT.max_examples
     assert tally.requested == tally.executed == machine.coverage.rounds > 0
@@ -58,7 +58,7 @@ def test_every_system_is_fuzzed_and_all_rounds_are_executed(system: str) -> None
 def test_a_planted_fault_is_found_and_its_history_can_be_pasted_and_run(
     fault: str, profile: settings, found: str
 ) -> None:
-    machine = machine_of(job_of(EAGER, fault=fault))
+    machine = machine_of(setup_of(EAGER, fault=fault))
     error = failure(machine, profile)
     assert re.match(found, str(error))
     with pytest.raises(AssertionError) as again:
@@ -70,7 +70,7 @@ def test_a_planted_fault_is_found_and_its_history_can_be_pasted_and_run(
 
 def test_a_fault_that_takes_two_rounds() -> None:
     """By hand, as a person would write it down."""
-    state = machine_of(job_of(EAGER, fault="not_refreshed"))()
+    state = machine_of(setup_of(EAGER, fault="not_refreshed"))()
     state.admit(count=2, boundary=9)
     state.replay(twice=False)
     state.jump_to_boundary(place=1, boundary=3)
@@ -80,7 +80,7 @@ def test_a_fault_that_takes_two_rounds() -> None:
 
 
 def test_what_one_bucket_does_to_another_is_seen_at_once() -> None:
-    state = machine_of(job_of(EAGER, fault="other_bucket"))()
+    state = machine_of(setup_of(EAGER, fault="other_bucket"))()
     state.admit(count=3, boundary=9)
     state.replay(twice=False)
     state.shrink_the_batch(count=1)
@@ -89,7 +89,7 @@ def test_what_one_bucket_does_to_another_is_seen_at_once() -> None:
 
 
 def test_every_rule_does_what_it_says() -> None:
-    state = machine_of(job_of(EagerDecode))()
+    state = machine_of(setup_of(EagerDecode))()
     state.admit(count=3, boundary=5)
     assert len(state.world.live) == 3
     state.poison_with(name="plausible")
@@ -119,16 +119,16 @@ def test_every_rule_does_what_it_says() -> None:
 
 
 def test_laws_are_looked_at_without_the_oracle() -> None:
-    state = machine_of(job_of("triton", geometry=job_of().geometry.replace(indexer=True, schedule="tiny")))()
+    state = machine_of(setup_of("triton", geometry=setup_of().geometry.replace(indexer=True, schedule="tiny")))()
     state.admit(count=2, boundary=9)
     state.replay(twice=False)
     state.live_values_are_legal()
     state.schedules_cover_their_tiles()
-    assert state.lane is not None
-    state.lane.buffers["paged_mqa_schedule_metadata"][1, 0] += 1
+    assert state.captured is not None
+    state.captured.buffers["paged_mqa_schedule_metadata"][1, 0] += 1
     with pytest.raises(AssertionError, match="paged_mqa_schedule_metadata: "):
         state.schedules_cover_their_tiles()
-    state.lane.buffers["real_page_table"][0, 0] = -1
+    state.captured.buffers["real_page_table"][0, 0] = -1
     with pytest.raises(AssertionError, match="out of range: real_page_table"):
         state.live_values_are_legal()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support import EagerDecode, backend, decode_round, job_of, small
+from support import EagerDecode, backend, decode_round, setup_of, small
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import Geometry
@@ -114,15 +114,15 @@ class HighPages(EagerDecode):
 
 
 def scripted(system: str, fault: str | None = None, *, batch: int = 4, subject: type[EagerDecode] | None = None):
-    """(job, scripted case) on a small geometry, with the eager subject where there is one."""
+    """(setup, scripted case) on a small geometry, with the eager subject where there is one."""
     needed = NEEDS.get(fault or "", {})
     geometry = small(**needed) if subject else Geometry.resolve("tiny", needed)
     known = SYSTEMS[system]
     drafts = (2,) if known.drafts else None
     config = diagnostic_matrix(known, geometry, batches=(batch,), drafts=drafts, fixed=frozenset(needed))[0]
-    job = job_of(subject, system=system, buckets=config.buckets, fault=fault, geometry=config.geometry)
-    rounds = [round_ for table in job.with_foreign_work(config.chunks()) for round_ in table.rounds()]
-    return job, job.scenario(rounds)
+    setup = setup_of(subject, system=system, buckets=config.buckets, fault=fault, geometry=config.geometry)
+    rounds = [round_ for table in setup.with_foreign_work(config.chunks()) for round_ in table.rounds()]
+    return setup, setup.scenario(rounds)
 
 
 def case_of(*rounds: Round) -> Scenario:
@@ -130,7 +130,7 @@ def case_of(*rounds: Round) -> Scenario:
 
 
 def length_bug(subject: type[EagerDecode], case: Scenario) -> Signature:
-    findings = confirm(job_of(subject, geometry=case.geometry, buckets=case.buckets), case.rounds)
+    findings = confirm(setup_of(subject, geometry=case.geometry, buckets=case.buckets), case.rounds)
     return next(Signature.of(finding) for finding in findings if finding.field == "cache_seqlens_int32")
 
 
@@ -143,8 +143,8 @@ def requests_of(case: Scenario) -> int:
 
 
 def check_small(system: str, fault: str, subject: type[EagerDecode] | None) -> None:
-    job, case = scripted(system, fault, subject=subject)
-    found = confirm(job, case.rounds)
+    setup, case = scripted(system, fault, subject=subject)
+    found = confirm(setup, case.rounds)
     signature = Signature.of(found[0])
     result = shrink(case, signature, backend(), subject=subject)
     assert result.finished
@@ -152,14 +152,14 @@ def check_small(system: str, fault: str, subject: type[EagerDecode] | None) -> N
     assert requests_of(result.scenario) <= 4
     assert result.scenario.found == result.finding.sentence
     assert parse_case(result.scenario.to_json()) == result.scenario
-    small_job = job_of(
+    small_setup = setup_of(
         subject,
         system=system,
         buckets=result.scenario.buckets,
         fault=fault,
         geometry=result.scenario.geometry,
     )
-    again = confirm(small_job, result.scenario.rounds)
+    again = confirm(small_setup, result.scenario.rounds)
     assert signature in map(Signature.of, again)
 
 
@@ -237,7 +237,7 @@ def test_the_lowest_request_row_is_found_and_the_others_said_as_they_are(
     geometry = Geometry.resolve("tiny", {"request_rows": 16})
     found = Round(bucket=4, seq_lens=(5, 9, 2), requests=(14, 12, 15))
     case = Scenario(system="decode", geometry=geometry, buckets=(4, 2), rounds=(found,))
-    signature = Signature.of(confirm(job_of(subject, geometry=geometry), case.rounds)[0])
+    signature = Signature.of(confirm(setup_of(subject, geometry=geometry), case.rounds)[0])
     small_case = shrink(case, signature, backend(), subject=subject).scenario
     assert [round_.requests for round_ in small_case.rounds] == [(row,)]
     said = explain(small_case, signature, backend(), subject=subject)
@@ -247,7 +247,7 @@ def test_the_lowest_request_row_is_found_and_the_others_said_as_they_are(
     def shows(other: int) -> bool:
         wide = small_case.geometry if other < small_case.geometry.request_rows else geometry
         rounds = [dataclasses.replace(round_, requests=(other,)) for round_ in small_case.rounds]
-        found = confirm(job_of(subject, buckets=small_case.buckets, geometry=wide), rounds)
+        found = confirm(setup_of(subject, buckets=small_case.buckets, geometry=wide), rounds)
         return signature in map(Signature.of, found)
 
     assert {other for other in range(1, 16) if shows(other)} == showing
@@ -260,14 +260,14 @@ def test_a_case_that_needs_as_few_request_rows_as_it_has_says_so() -> None:
         buckets=(1,),
         rounds=(Round(bucket=1, seq_lens=(1,), requests=(3,)),),
     )
-    signature = Signature.of(confirm(job_of(FewRequests, geometry=case.geometry, buckets=(1,)), case.rounds)[0])
+    signature = Signature.of(confirm(setup_of(FewRequests, geometry=case.geometry, buckets=(1,)), case.rounds)[0])
     said = explain(case, signature, backend(), subject=FewRequests)
     assert "; request_rows 4; request row 3; " in said.sentence
 
 
 def test_another_failure_of_the_subject_is_another_signature() -> None:
-    job, case = scripted("decode", "raises_in_capture", subject=EagerDecode)
-    found = confirm(job, case.rounds)[0]
+    setup, case = scripted("decode", "raises_in_capture", subject=EagerDecode)
+    found = confirm(setup, case.rounds)[0]
     signature = Signature.of(found)
     elsewhere = dataclasses.replace(found, sentence=found.sentence.replace("capture", "replay"))
     assert signature.stage == "raises in capture"
@@ -308,8 +308,8 @@ def test_a_prefix_is_made_short_and_named() -> None:
         Round(bucket=4, seq_lens=(19, 17, 4), requests=(6, 3, 5), remap=(2, 6, 4), prefixes=((2, 5, 1), (6, 3, 3))),
     ]
     case = dataclasses.replace(case_of(*rounds), fault="table_of_first_page")
-    job = job_of(EagerDecode, geometry=case.geometry, buckets=case.buckets, fault=case.fault)
-    (found,) = confirm(job, case.rounds)
+    setup = setup_of(EagerDecode, geometry=case.geometry, buckets=case.buckets, fault=case.fault)
+    (found,) = confirm(setup, case.rounds)
     result = shrink(case, Signature.of(found), backend(), subject=EagerDecode)
     (round_,) = result.scenario.rounds
     assert (round_.requests, round_.remap) == ((1, 2), (1,))
@@ -341,8 +341,8 @@ def test_floors_are_made_low_and_named() -> None:
     lens = {"seq_lens": (9, 30, 4), "requests": (4, 2, 4), "replay_floors": (3, 25, 3)}
     rounds = (Round(bucket=4, **lens), Round(bucket=4, **(lens | {"replay_floors": (17, 9, 17)})))
     case = Scenario(system="padded", geometry=geometry, buckets=(4,), rounds=rounds)
-    job = job_of(WrongFromFloor, system="padded", geometry=geometry, buckets=(4,))
-    signature = Signature.of(confirm(job, rounds)[0])
+    setup = setup_of(WrongFromFloor, system="padded", geometry=geometry, buckets=(4,))
+    signature = Signature.of(confirm(setup, rounds)[0])
     result = shrink(case, signature, backend(), subject=WrongFromFloor)
     (round_,) = result.scenario.rounds
     assert (round_.seq_lens, round_.requests, round_.replay_floors) == ((1,), (1,), (5,))
@@ -364,7 +364,7 @@ def test_a_screening_forgets_the_candidate_before() -> None:
     stale = {"poison": "stale"}
     grown = case_of(decode_round(4, 5, remap=(1,), **stale), decode_round(4, 2, **stale))
     alone = case_of(decode_round(4, 2, **stale))
-    signature = Signature.of(confirm(job_of(Growing), grown.rounds)[0])
+    signature = Signature.of(confirm(setup_of(Growing), grown.rounds)[0])
     trials = Trials(signature, backend(), subject=Growing, budget_s=60.0, clock=lambda: 0.0)
     for seed in range(UNSCREENED + 1):
         assert trials.may_show(dataclasses.replace(grown, seed=seed), grown)

@@ -15,7 +15,7 @@ from dsa_verify.base.errors import STATUS_DEVICE_LOST
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import read_case
 from dsa_verify.graphs import open_backend
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects import faults
@@ -50,8 +50,8 @@ def test_a_fault_is_caught_in_cuda_graphs(system: str, name: str):
     config = diagnostic_matrix(SYSTEMS[system], geometry, batches=[4], drafts=[4], fixed=frozenset(needed))[0]
     backend = open_backend(torch.device("cuda", torch.cuda.current_device()), "cuda")
     subject = "glue" if name == "glues_idle" else None
-    job = Job.make(SYSTEMS[system], config.geometry, config.buckets, 0, subject, name, backend)
-    findings = verify_rounds(job, job.with_foreign_work(config.chunks()), Counts(), folder=None)
+    setup = ReplaySetup.make(SYSTEMS[system], config.geometry, config.buckets, 0, subject, name, backend)
+    findings = verify_rounds(setup, setup.with_foreign_work(config.chunks()), Counts(), folder=None)
     assert findings
     assert findings[0].diagnosis in faults.FAULTS[name].diagnoses, findings[0].sentence
 

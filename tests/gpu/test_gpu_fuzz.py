@@ -11,7 +11,7 @@ import torch
 from dsa_verify.base.errors import STATUS_EQUAL
 from dsa_verify.cli import fuzz as command
 from dsa_verify.graphs import open_backend
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import Config
 from dsa_verify.systems.catalogue import SYSTEMS, settled_geometry
 from fuzz.configurations import HUGE, configurations, describe
@@ -31,8 +31,8 @@ def drawn(system: str, seed: int) -> list[Config]:
 
 def expect_equal(config: Config) -> None:
     backend = open_backend(torch.device("cuda", torch.cuda.current_device()), "cuda")
-    job = Job.make(config.system, config.geometry, config.buckets, config.seed, None, None, backend)
-    result = fuzz(job, ROUNDS, config.seed, folder=None)
+    setup = ReplaySetup.make(config.system, config.geometry, config.buckets, config.seed, None, None, backend)
+    result = fuzz(setup, ROUNDS, config.seed, folder=None)
     assert [finding.sentence for finding in result.findings] == [], describe(config)
     assert result.executed == ROUNDS
     assert result.counts.elements_compared > 0

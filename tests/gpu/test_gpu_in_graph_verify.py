@@ -14,7 +14,7 @@ from dsa_verify.contract.round import POISONS, Round
 from dsa_verify.contract.subject import SubjectFactory
 from dsa_verify.graphs import open_backend
 from dsa_verify.judge.judge import Phase
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.pipelines.in_graph_verify import (
@@ -36,9 +36,9 @@ INPUTS = ("seq_lens", "req_pool_indices")
 EDGES = (1, 3, 4, 63, 64, 255, 256, 257, 2047, 2048, 2049, 4096, 100_001)
 
 
-def job_of(subject: SubjectFactory, geometry: Geometry, buckets: tuple[int, ...]) -> Job:
+def setup_of(subject: SubjectFactory, geometry: Geometry, buckets: tuple[int, ...]) -> ReplaySetup:
     backend = open_backend(torch.device("cuda", torch.cuda.current_device()), "cuda")
-    return Job.make(VERIFY, geometry, buckets, 0, subject, None, backend)
+    return ReplaySetup.make(VERIFY, geometry, buckets, 0, subject, None, backend)
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
@@ -46,8 +46,8 @@ def job_of(subject: SubjectFactory, geometry: Geometry, buckets: tuple[int, ...]
 def test_the_matrix_of_a_model(subject: SubjectFactory, overrides: dict[str, object]) -> None:
     geometry = Geometry.resolve("glm53_flash", overrides)
     for config in diagnostic_matrix(VERIFY, geometry, rounds=17, batches=[1, 4, 48], drafts=[2, 6]):
-        job, counts = job_of(subject, config.geometry, config.buckets), Counts()
-        findings = verify_rounds(job, config.chunks(), counts, folder=None)
+        setup, counts = setup_of(subject, config.geometry, config.buckets), Counts()
+        findings = verify_rounds(setup, config.chunks(), counts, folder=None)
         assert [finding.sentence for finding in findings] == []
         assert counts.rounds_checked == 17
         assert counts.compilations_after_warmup == 0
@@ -87,39 +87,39 @@ def interleaved_rounds(rows: int, count: int) -> list[Round]:
 def test_live_graphs_survive_the_recapture_of_each_other(residual: bool, form: str) -> None:
     """One batch size is captured again over other inputs, then fails to be captured; the other never notices."""
     geometry = Geometry.resolve("glm53_flash", {"draft_tokens": 3, "input_view": form})
-    job = job_of(Idle, geometry, BUCKETS)
+    setup = setup_of(Idle, geometry, BUCKETS)
     rounds = interleaved_rounds(geometry.request_rows, 16)
-    replayer = job.open(len(rounds))
-    wide, lanes = BUCKETS[0], replayer.lanes
-    verify = InGraphVerify(lanes[wide].inputs.req_to_token, residual=residual)
-    static = {name: getattr(lanes[wide].inputs, name) for name in INPUTS}
+    replayer = setup.open(len(rounds))
+    wide, buckets = BUCKETS[0], replayer.buckets
+    verify = InGraphVerify(buckets[wide].inputs.req_to_token, residual=residual)
+    static = {name: getattr(buckets[wide].inputs, name) for name in INPUTS}
     handed = {bucket: static for bucket in BUCKETS}
-    pool = job.backend.new_pool()
+    pool = setup.backend.new_pool()
 
     def nothing() -> None:
         pass
 
     def capture(bucket: int, model: Callable[[], None] = nothing) -> None:
-        graphs[bucket] = verify.capture(bucket, **handed[bucket], model=model, backend=job.backend, pool=pool)
+        graphs[bucket] = verify.capture(bucket, **handed[bucket], model=model, backend=setup.backend, pool=pool)
 
     def play() -> int:
-        replayer.feed.upload(job.table(rounds))
+        replayer.input_buffers.upload(setup.table(rounds))
         before = sum(tally.count() for tally in replayer.poll().values())
         for round_ in rounds:
             bucket = round_.bucket
-            lanes[bucket].prepare()
+            buckets[bucket].prepare()
             if handed[bucket] is not static:
                 for name, tensor in handed[bucket].items():
                     tensor.copy_(static[name])
-            lanes[bucket].oracle_graph.replay()
+            buckets[bucket].oracle_graph.replay()
             verify.before_replay(bucket, **handed[bucket])
             graphs[bucket].replay()
-            lanes[bucket].judge_replay(Phase.REPLAY)
+            buckets[bucket].judge_replay(Phase.REPLAY)
         return sum(tally.count() for tally in replayer.poll().values()) - before
 
     graphs = {}
     for bucket in BUCKETS:
-        verify.register(lanes[bucket].buffers)
+        verify.register(buckets[bucket].buffers)
         capture(bucket)
     assert play() == 0
     handed[wide] = {name: tensor.clone() for name, tensor in static.items()}
@@ -131,12 +131,12 @@ def test_live_graphs_survive_the_recapture_of_each_other(residual: bool, form: s
         verify.before_replay(wide, **static)
 
     def synchronise() -> None:
-        lanes[wide].buffers["cache_seqlens_int32"].sum().item()
+        buckets[wide].buffers["cache_seqlens_int32"].sum().item()
 
     with pytest.raises(CaptureError):
         capture(wide, synchronise)
     assert verify.metadata[wide].state is None
-    graphs[wide] = job.backend.capture(nothing)  # the generic path alone
+    graphs[wide] = setup.backend.capture(nothing)  # the generic path alone
     assert play() == 0
     handed[wide] = static
     assert play() == 0

@@ -11,7 +11,7 @@ from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round
 from dsa_verify.graphs import open_backend
 from dsa_verify.replay.compilations import count_compilations
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.edge_configs import EdgeKind, edges
 from dsa_verify.rounds.indexer_turns import SYSTEMS_WITH_INDEXER
 from dsa_verify.rounds.matrix import diagnostic_matrix, shortest_seq_len
@@ -28,15 +28,15 @@ PRESETS = ("deepseek_v32", "glm53_flash")
 MILLION = 1 << 20
 
 
-def job_of(system: str, geometry: Geometry, buckets: tuple[int, ...]) -> Job:
+def setup_of(system: str, geometry: Geometry, buckets: tuple[int, ...]) -> ReplaySetup:
     backend = open_backend(torch.device("cuda", torch.cuda.current_device()), "cuda")
-    return Job.make(SYSTEMS[system], geometry, buckets, 0, None, None, backend)
+    return ReplaySetup.make(SYSTEMS[system], geometry, buckets, 0, None, None, backend)
 
 
 def verify(system: str, geometry: Geometry, buckets: tuple[int, ...], rounds: list[Round]) -> Counts:
     """Verify `rounds`, expecting nothing wrong."""
-    job, counts = job_of(system, geometry, buckets), Counts()
-    expect_clean(verify_rounds(job, [job.table(rounds)], counts, folder=None), counts, len(rounds))
+    setup, counts = setup_of(system, geometry, buckets), Counts()
+    expect_clean(verify_rounds(setup, [setup.table(rounds)], counts, folder=None), counts, len(rounds))
     return counts
 
 
@@ -52,8 +52,8 @@ def run_matrix(system: str, preset: str, rounds: int, batches: list[int], drafts
         SYSTEMS[system], Geometry.resolve(preset), rounds=rounds, batches=batches, drafts=drafts
     ):
         counts = Counts()
-        job = job_of(system, config.geometry, config.buckets)
-        expect_clean(verify_rounds(job, config.chunks(), counts, folder=None), counts, rounds)
+        setup = setup_of(system, config.geometry, config.buckets)
+        expect_clean(verify_rounds(setup, config.chunks(), counts, folder=None), counts, rounds)
 
 
 @systems
@@ -68,8 +68,8 @@ def test_default_configurations_that_have_the_indexer_or_cross_a_block(system: s
     geometry, fixed = settled_geometry(SYSTEMS[system], None, "cuda")
     for config in diagnostic_matrix(SYSTEMS[system], geometry, fixed=fixed):
         if config.geometry.indexer or max(config.buckets) > 128:
-            counts, job = Counts(), job_of(system, config.geometry, config.buckets)
-            expect_clean(verify_rounds(job, config.chunks(), counts, folder=None), counts, config.rounds)
+            counts, setup = Counts(), setup_of(system, config.geometry, config.buckets)
+            expect_clean(verify_rounds(setup, config.chunks(), counts, folder=None), counts, config.rounds)
 
 
 @pytest.mark.parametrize("system, field", [("mtp", "draft_steps"), ("dcp", "dcp_block"), ("padded", "low_ratios")])
@@ -78,8 +78,8 @@ def test_default_configurations_of_what_only_our_own_are_asked_for(system: str, 
     geometry, fixed = settled_geometry(SYSTEMS[system], None, "cuda")
     configs = diagnostic_matrix(SYSTEMS[system], geometry, fixed=fixed)
     for config in {getattr(config.geometry, field): config for config in configs}.values():
-        counts, job = Counts(), job_of(system, config.geometry, config.buckets)
-        expect_clean(verify_rounds(job, config.chunks(), counts, folder=None), counts, config.rounds)
+        counts, setup = Counts(), setup_of(system, config.geometry, config.buckets)
+        expect_clean(verify_rounds(setup, config.chunks(), counts, folder=None), counts, config.rounds)
 
 
 @pytest.mark.parametrize("system", OTHERS)
@@ -153,13 +153,13 @@ def test_sums_that_wrap_at_two_to_the_thirty_one(system: str, much_memory: None)
     lengths = [tuple(MILLION - row % spread for row in range(batch)) for spread in (1, 7, 1000)]
     rounds = [Round(bucket=batch, seq_lens=seq_lens, requests=requests) for seq_lens in lengths]
     assert sum(lengths[0]) > 1 << 31
-    job = job_of(system, geometry, (batch,))
-    replayer = job.open(len(rounds))
-    replayer.run(job.table(rounds))
+    setup = setup_of(system, geometry, (batch,))
+    replayer = setup.open(len(rounds))
+    replayer.run(setup.table(rounds))
     tally = replayer.poll()[batch]
     assert tally.count() == 0
     assert tally.compared > 0
-    sums = replayer.lanes[batch].subject._buffers["cu_seqlens_k"]  # type: ignore[attr-defined]
+    sums = replayer.buckets[batch].subject._buffers["cu_seqlens_k"]  # type: ignore[attr-defined]
     assert (sums < 0).any(), "it did wrap"
 
 
@@ -181,15 +181,15 @@ def test_nothing_is_compiled_when_lengths_change(system: str):
     """Called eagerly too, where a length that had become a constant of the kernel would compile a new one."""
     draft = 4 if SYSTEMS[system].drafts else 1
     geometry = Geometry.resolve("deepseek_v32", {"draft_tokens": draft, "request_rows": 50})
-    job = job_of(system, geometry, (48, 16))
-    replayer = job.open(4)
+    setup = setup_of(system, geometry, (48, 16))
+    replayer = setup.open(4)
     compiled = count_compilations()
     before = compiled()
     for length in (1, 2, 16, 63, 64, 65, 2048, 4096, 100_001, 131_072):
-        for lane in replayer.lanes.values():
-            lane.inputs.seq_lens.fill_(length)
-            lane.inputs.req_pool_indices.fill_(length % 49)
-            lane.subject.in_graph()
+        for captured in replayer.buckets.values():
+            captured.inputs.seq_lens.fill_(length)
+            captured.inputs.req_pool_indices.fill_(length % 49)
+            captured.subject.in_graph()
     torch.cuda.synchronize()
     assert compiled() == before
 
@@ -198,7 +198,7 @@ def test_the_compilations_of_another_form_are_counted():
     """The counter above is not blind: another page size is another kernel."""
     compiled = count_compilations()
     before = compiled()
-    job_of("decode", Geometry.resolve("deepseek_v32", {"context": 640, "page_size": 2, "topk": 77}), (3,)).open(1)
+    setup_of("decode", Geometry.resolve("deepseek_v32", {"context": 640, "page_size": 2, "topk": 77}), (3,)).open(1)
     assert compiled() > before
 
 
@@ -208,8 +208,8 @@ def test_request_rows_that_are_far_apart(system: str, much_memory: None):
     geometry = Geometry.resolve(SYSTEMS[system].preset("cuda"))
     found = edges(SYSTEMS[system], geometry, seed=0, fixed=frozenset())
     (config,) = [edge.config for edge in found if edge.kind is EdgeKind.FAR]
-    job, counts = job_of(system, config.geometry, config.buckets), Counts()
-    expect_clean(verify_rounds(job, config.chunks(), counts, folder=None), counts, config.rounds)
+    setup, counts = setup_of(system, config.geometry, config.buckets), Counts()
+    expect_clean(verify_rounds(setup, config.chunks(), counts, folder=None), counts, config.rounds)
 
 
 def test_pools_that_32_bits_do_not_reach(much_memory: None):
@@ -217,5 +217,5 @@ def test_pools_that_32_bits_do_not_reach(much_memory: None):
     geometry = Geometry.resolve(SYSTEMS["dcp"].preset("cuda"))
     found = edges(SYSTEMS["dcp"], geometry, seed=0, fixed=frozenset())
     (config,) = [edge.config for edge in found if edge.kind is EdgeKind.POOLS]
-    job, counts = job_of("dcp", config.geometry, config.buckets), Counts()
-    expect_clean(verify_rounds(job, config.chunks(), counts, folder=None), counts, config.rounds)
+    setup, counts = setup_of("dcp", config.geometry, config.buckets), Counts()
+    expect_clean(verify_rounds(setup, config.chunks(), counts, folder=None), counts, config.rounds)

@@ -13,7 +13,7 @@ from dsa_verify.contract.finding import Finding
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.subject import load_attribute
 from dsa_verify.graphs import open_backend
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.systems.catalogue import OF_OTHERS, OF_THE_SUBJECT, OWN_TABLES, SYSTEMS
@@ -57,8 +57,8 @@ def found_by_matrix(
         SYSTEMS[system], geometry, batches=batches, drafts=drafts, rounds=rounds, fixed=fixed
     ):
         subject, counts = load_attribute(SUBJECTS[system]), Counts()
-        job = Job.make(SYSTEMS[system], config.geometry, config.buckets, 0, subject, None, device)
-        found = verify_rounds(job, config.chunks(), counts, folder=None)
+        setup = ReplaySetup.make(SYSTEMS[system], config.geometry, config.buckets, 0, subject, None, device)
+        found = verify_rounds(setup, config.chunks(), counts, folder=None)
         assert found or counts.rounds_checked == config.rounds
         assert counts.compilations_after_warmup == 0
         findings += found

@@ -11,7 +11,7 @@ import torch
 from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.round import Round
 from dsa_verify.graphs import open_backend
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.adapters import sglang
@@ -38,8 +38,8 @@ def found_by(name: str, batches: list[int], drafts: list[int] | None = None, **s
         system, geometry, rounds=ROUNDS, batches=batches, drafts=drafts if system.drafts else None, fixed=fixed
     ):
         counts = Counts()
-        job = Job.make(system, config.geometry, config.buckets, 0, subject.name, None, device)
-        findings = verify_rounds(job, config.chunks(), counts, folder=None)
+        setup = ReplaySetup.make(system, config.geometry, config.buckets, 0, subject.name, None, device)
+        findings = verify_rounds(setup, config.chunks(), counts, folder=None)
         assert counts.elements_compared
         assert findings or counts.rounds_checked == ROUNDS
         found += findings
@@ -82,8 +82,11 @@ def test_every_raw_batch_of_dsv4() -> None:
     for mode in ("decode", "verify", "draft_block"):
         geometry, _ = settled_geometry(system, "sglang:padded", "cuda", settings={"padded_mode": mode})
         for config in diagnostic_matrix(system, geometry, drafts=[6], fixed=frozenset({"padded_mode", OF_OTHERS})):
-            job, counts = Job.make(system, config.geometry, config.buckets, 0, "sglang:padded", None, device), Counts()
-            assert sentences(verify_rounds(job, config.chunks(), counts, folder=None)) == []
+            setup, counts = (
+                ReplaySetup.make(system, config.geometry, config.buckets, 0, "sglang:padded", None, device),
+                Counts(),
+            )
+            assert sentences(verify_rounds(setup, config.chunks(), counts, folder=None)) == []
             assert counts.rounds_checked == config.rounds > 60
 
 
@@ -120,8 +123,8 @@ def test_the_torch_write_stores_slot_0() -> None:
     system = SYSTEMS["dcp"]
     geometry, _ = settled_geometry(system, "sglang:dcp_nope_torch", "cuda", settings={"context": 4096})
     device = open_backend(torch.device("cuda", torch.cuda.current_device()), "cuda")
-    job = Job.make(system, geometry, (4,), 0, "sglang:dcp_nope_torch", None, device)
+    setup = ReplaySetup.make(system, geometry, (4,), 0, "sglang:dcp_nope_torch", None, device)
     rounds = [Round(bucket=4, seq_lens=(9, 0, 17, 4), requests=(3, 4, 5, 6), seed=8)]
-    found = verify_rounds(job, [job.table(rounds)], Counts(), folder=None)
+    found = verify_rounds(setup, [setup.table(rounds)], Counts(), folder=None)
     assert {finding.field for finding in found} == {"rank0_kv_pool"}
     assert "reserved for padding" in found[0].sentence

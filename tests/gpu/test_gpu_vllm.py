@@ -18,7 +18,7 @@ from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.schedule_variants import ScheduleVariant
 from dsa_verify.graphs import open_backend
 from dsa_verify.judge.schedule_laws import ScheduleLaw
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.edge_configs import EdgeKind, edges
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.verify import Counts, verify_rounds
@@ -52,9 +52,9 @@ def run(name: str, *, batches: list[int], drafts: list[int], fault: str | None =
     for config in diagnostic_matrix(
         system, geometry, batches=batches, drafts=drafts if system.drafts else None, fixed=fixed
     ):
-        job = Job.make(system, config.geometry, config.buckets, config.seed, f"vllm:{name}", fault, backend)
+        setup = ReplaySetup.make(system, config.geometry, config.buckets, config.seed, f"vllm:{name}", fault, backend)
         counts = Counts()
-        found += verify_rounds(job, config.chunks(), counts, folder=None)
+        found += verify_rounds(setup, config.chunks(), counts, folder=None)
         if found:
             return found
         assert counts.rounds_checked == config.rounds
@@ -85,9 +85,11 @@ def test_vllm_agrees_at_the_largest_batch_and_the_longest_requests(
     system = SYSTEMS[SUBJECTS[name].system]
     geometry, fixed = settled_geometry(system, f"vllm:{name}", "cuda")
     (config,) = [edge.config for edge in edges(system, geometry, seed=0, fixed=fixed) if edge.kind is kind]
-    job = Job.make(system, config.geometry, config.buckets, 0, f"vllm:{name}", None, open_backend(device(), "cuda"))
+    setup = ReplaySetup.make(
+        system, config.geometry, config.buckets, 0, f"vllm:{name}", None, open_backend(device(), "cuda")
+    )
     counts = Counts()
-    found = verify_rounds(job, config.chunks(), counts, folder=None)
+    found = verify_rounds(setup, config.chunks(), counts, folder=None)
     assert ([each.sentence for each in found], counts.rounds_checked) == ([], config.rounds)
 
 

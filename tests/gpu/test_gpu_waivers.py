@@ -10,7 +10,7 @@ import torch
 from dsa_verify.contract.finding import Finding
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.graphs import open_backend
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.systems.catalogue import SYSTEMS
@@ -34,9 +34,9 @@ def verify(
     geometry = Geometry.resolve(preset, {"context": 4096, **settings})
     (config,) = diagnostic_matrix(SYSTEMS[system], geometry, batches=[48], fixed=frozenset({"context", *settings}))
     backend = open_backend(torch.device("cuda", torch.cuda.current_device()), "cuda")
-    job = Job.make(SYSTEMS[system], config.geometry, config.buckets, 0, None, fault, backend, ledger)
+    setup = ReplaySetup.make(SYSTEMS[system], config.geometry, config.buckets, 0, None, fault, backend, ledger)
     counts = Counts()
-    return verify_rounds(job, config.chunks(), counts, folder=None), counts
+    return verify_rounds(setup, config.chunks(), counts, folder=None), counts
 
 
 def test_the_published_gap_of_three_draft_steps_is_waived() -> None:

@@ -26,7 +26,7 @@ from dsa_verify.overlay import Overlay
 from dsa_verify.overlay.pages import list_pages
 from dsa_verify.overlay.ring import CaptureRing
 from dsa_verify.overlay.ring_case import MAX_CASE_BYTES, Recorded, to_case
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.systems.catalogue import SYSTEMS
 from fuzz.reduce.shrink import shrink
 from fuzz.reduce.trials import Signature
@@ -93,7 +93,7 @@ def recorded_run(serving: ModuleType, folder: Path, raws: list[int], **ring: Any
 
 
 def findings(scenario: Scenario, subject: str | None = None) -> list[Finding]:
-    job = Job.make(
+    setup = ReplaySetup.make(
         SYSTEMS[scenario.system],
         scenario.geometry,
         scenario.buckets,
@@ -102,7 +102,7 @@ def findings(scenario: Scenario, subject: str | None = None) -> list[Finding]:
         scenario.fault,
         backend(),
     )
-    return confirm(job, scenario.rounds)
+    return confirm(setup, scenario.rounds)
 
 
 # Round trip -----------------------------------------------------------------------------------------------------------

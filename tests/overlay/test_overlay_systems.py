@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from support import DEVICE, backend, job_of
+from support import DEVICE, backend, setup_of
 
 from dsa_verify.buffers.arena import TORCH_DTYPES, Arena
-from dsa_verify.buffers.input_buffers import Feed
+from dsa_verify.buffers.input_buffers import InputBuffers
 from dsa_verify.buffers.region import LOUD_WORD, Control, field_regions
 from dsa_verify.buffers.region_kernels import TileTable
 from dsa_verify.contract.geometry import PADDED_MODES, Geometry
@@ -25,7 +25,7 @@ from dsa_verify.overlay import Overlay
 from dsa_verify.overlay.copies import GroupedCopy
 from dsa_verify.overlay.inputs import LegalInputs, Taken, input_specs, token_columns
 from dsa_verify.overlay.launch import OwnStream
-from dsa_verify.replay.bucket import Lane
+from dsa_verify.replay.bucket import CapturedBucket
 from dsa_verify.rounds.matrix import Config, diagnostic_matrix
 from dsa_verify.systems.catalogue import SYSTEMS
 
@@ -80,20 +80,22 @@ def test_what_is_right_is_equal_and_only_what_is_live_is_compared(
     config = config_of(system, preset, overrides, ROUNDS)
     geometry, bucket = config.geometry, max(config.buckets)
     (table,) = config.chunks()
-    feed = Feed(system, geometry, bucket, DEVICE, capacity=ROUNDS, remap_slots=table.remap_rows.shape[1])
-    feed.upload(table)
-    layout, (inputs, for_oracle) = SYSTEMS[system].layout(geometry, bucket), feed.inputs(bucket)
+    input_buffers = InputBuffers(
+        system, geometry, bucket, DEVICE, capacity=ROUNDS, remap_slots=table.remap_rows.shape[1]
+    )
+    input_buffers.upload(table)
+    layout, (inputs, for_oracle) = SYSTEMS[system].layout(geometry, bucket), input_buffers.inputs(bucket)
     want = Arena([layout.for_oracle()], DEVICE, 0).at(bucket)
     oracle = SYSTEMS[system].make_oracle()
     oracle.allocate(geometry, for_oracle, want)
     overlay = Overlay.attach(system=system, geometry=geometry, directory=tmp_path)
     there: dict[str, torch.Tensor] = {}
     for replayed, raw in zip(table.bucket.tolist(), table.raw.tolist(), strict=True):
-        feed.step(replayed)
+        input_buffers.step(replayed)
         if replayed != bucket:
             continue
         oracle.in_graph()
-        outputs = full_rows(layout, dict(want), feed.control(bucket)[0])
+        outputs = full_rows(layout, dict(want), input_buffers.control(bucket)[0])
         there = there or outputs
         for name, tensor in outputs.items():
             there[name].copy_(tensor)
@@ -215,13 +217,13 @@ def poll_thrice(overlay: Overlay) -> None:
 @every_system
 def test_the_shipped_pipelines_pass(system: str, preset: str, overrides: dict[str, Any], tmp_path: Path) -> None:
     config = config_of(system, preset, overrides, 17)
-    job = job_of(system=system, geometry=config.geometry, buckets=config.buckets)
+    setup = setup_of(system=system, geometry=config.geometry, buckets=config.buckets)
     overlay = Overlay.attach(system=system, geometry=config.geometry, directory=tmp_path)
-    replayer = job.open(config.rounds)
+    replayer = setup.open(config.rounds)
 
-    def check(table: RoundTable, lane: Lane, row: int) -> bool:
-        outputs = current_outputs(lane.subject, lane.buffers)
-        overlay.check(raw_batch=int(table.raw[row]), bucket=lane.bucket, inputs=lane.inputs, outputs=outputs)
+    def check(table: RoundTable, captured: CapturedBucket, row: int) -> bool:
+        outputs = current_outputs(captured.subject, captured.buffers)
+        overlay.check(raw_batch=int(table.raw[row]), bucket=captured.bucket, inputs=captured.inputs, outputs=outputs)
         return False
 
     for table in config.chunks():

@@ -33,7 +33,7 @@ from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round
 from dsa_verify.contract.subject import Inputs
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.pipelines import dcp as pipeline
 from dsa_verify.subjects.pipelines.dcp import Dcp, Place, PrefixRanges
@@ -476,9 +476,9 @@ def geometry_of(**overrides: object) -> Geometry:
 
 
 def findings_of(subject: object, rounds: list[Round], **overrides: object) -> list[Finding]:
-    job = Job.make(SYSTEM, geometry_of(**overrides), (4,), 0, subject, None, backend())  # type: ignore[arg-type]
+    setup = ReplaySetup.make(SYSTEM, geometry_of(**overrides), (4,), 0, subject, None, backend())  # type: ignore[arg-type]
     counts = Counts()
-    findings = verify_rounds(job, [job.table(rounds)], counts, folder=None)
+    findings = verify_rounds(setup, [setup.table(rounds)], counts, folder=None)
     assert findings or counts.rounds_checked == len(rounds)
     return findings
 
@@ -498,19 +498,19 @@ def test_interleaved_blocks() -> None:
 @pytest.mark.parametrize("size, block", [(1, 1), (2, 1), (3, 2)])
 def test_the_referee_agrees_with_the_system(size: int, block: int) -> None:
     geometry = geometry_of(dcp_size=size, dcp_block=block)
-    job = Job.make(SYSTEM, geometry, (4,), 0, None, None, backend())
-    replayer = job.open(1)
-    replayer.run(job.table(ROUNDS[:1]))
-    lane = replayer.lanes[4]
-    slots = lane.inputs.req_to_token.tolist()
+    setup = ReplaySetup.make(SYSTEM, geometry, (4,), 0, None, None, backend())
+    replayer = setup.open(1)
+    replayer.run(setup.table(ROUNDS[:1]))
+    captured = replayer.buckets[4]
+    slots = captured.inputs.req_to_token.tolist()
     held: list[dict[int, list[int]]] = [{} for _ in range(size)]
-    referee.write(held, lane.inputs.out_cache_loc.tolist(), lane.inputs.kv_rows.tolist(), block)
-    for side, rank in itertools.product((lane.buffers, lane.oracle_buffers), range(size)):
+    referee.write(held, captured.inputs.out_cache_loc.tolist(), captured.inputs.kv_rows.tolist(), block)
+    for side, rank in itertools.product((captured.buffers, captured.oracle_buffers), range(size)):
         place = (rank, size, block)
         share = {name: side[f"rank{rank}_{name}"] for name in oracle.SHARE}
         stored = share["kv_pool"].any(1).nonzero().flatten().tolist()
         assert {row: share["kv_pool"][row].tolist() for row in stored} == held[rank]
-        selection = lane.inputs.selection.tolist()
+        selection = captured.inputs.selection.tolist()
         assert share["localized"].tolist() == [referee.localized(row, *place) for row in selection]
         for b, (request, length) in enumerate(zip(ROUNDS[0].requests, ROUNDS[0].seq_lens, strict=True)):
             packed, count = referee.packed(selection[b], *place)
@@ -520,10 +520,12 @@ def test_the_referee_agrees_with_the_system(size: int, block: int) -> None:
             table = share["page_table"][b]
             want = referee.page_table(slots[request], length, len(table), geometry.page_size, *place)
             assert table[: len(want)].tolist() == want
-    for side, (b, request) in itertools.product((lane.buffers, lane.oracle_buffers), enumerate(ROUNDS[0].requests)):
-        positions = lane.inputs.selected_positions[b].tolist()
+    for side, (b, request) in itertools.product(
+        (captured.buffers, captured.oracle_buffers), enumerate(ROUNDS[0].requests)
+    ):
+        positions = captured.inputs.selected_positions[b].tolist()
         want = referee.selected_slots(slots[request], positions)
-        assert side["selected_slots"][b].tolist() == want == lane.inputs.selection[b].tolist()
+        assert side["selected_slots"][b].tolist() == want == captured.inputs.selection[b].tolist()
 
 
 def test_a_row_of_the_table_begins_beyond_32_bits() -> None:

@@ -16,7 +16,7 @@ from dsa_verify.contract.finding import Diagnosis
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round
 from dsa_verify.contract.subject import Buffers
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.pipelines.mtp import Destination, Mtp, Sibling, fused_copy, sibling_refusal
@@ -35,9 +35,9 @@ ROUNDS = [
 ]
 
 
-def job_of(subject: object, **overrides: object) -> Job:
+def setup_of(subject: object, **overrides: object) -> ReplaySetup:
     geometry = Geometry.resolve("tiny_pool", overrides)
-    return Job.make(MTP, geometry, (4,), 0, subject, None, backend())  # type: ignore[arg-type]
+    return ReplaySetup.make(MTP, geometry, (4,), 0, subject, None, backend())  # type: ignore[arg-type]
 
 
 def targets_of(count: int, preset: str = "tiny_pool", **overrides: object) -> tuple[Arena, list[Buffers]]:
@@ -62,8 +62,8 @@ def test_every_destination_is_right(subject: str, preset: str, draft_steps: int,
     """Two buckets, 4 and 1. The interpreter is slow, so here the form of the inputs turns with the steps."""
     geometry = Geometry.resolve(preset, {"draft_steps": draft_steps, "input_view": form})
     (config,) = diagnostic_matrix(MTP, geometry, batches=[4], rounds=3, fixed=frozenset({"input_view"}))
-    job, counts = Job.make(MTP, config.geometry, config.buckets, 0, subject, None, backend()), Counts()
-    assert verify_rounds(job, config.chunks(), counts, folder=None) == []
+    setup, counts = ReplaySetup.make(MTP, config.geometry, config.buckets, 0, subject, None, backend()), Counts()
+    assert verify_rounds(setup, config.chunks(), counts, folder=None) == []
     assert counts.rounds_checked == 3
 
 
@@ -78,23 +78,23 @@ def test_every_destination_is_right(subject: str, preset: str, draft_steps: int,
     ids=str,
 )
 def test_odd_geometries(subject: type, overrides: dict[str, object]) -> None:
-    job, counts = job_of(subject, draft_steps=3, **overrides), Counts()
-    assert verify_rounds(job, [job.table(ROUNDS)], counts, folder=None) == []
+    setup, counts = setup_of(subject, draft_steps=3, **overrides), Counts()
+    assert verify_rounds(setup, [setup.table(ROUNDS)], counts, folder=None) == []
     assert counts.rounds_checked == len(ROUNDS)
 
 
 @pytest.mark.parametrize("subject", ["triton", "sibling"])
 def test_the_referee_of_decode_agrees_with_each_destination(subject: str) -> None:
-    job = job_of(subject, draft_steps=5)
-    replayer, table, round_ = job.open(1), job.table(ROUNDS[:1]), ROUNDS[0]
+    setup = setup_of(subject, draft_steps=5)
+    replayer, table, round_ = setup.open(1), setup.table(ROUNDS[:1]), ROUNDS[0]
     replayer.run(table)
-    lane, geometry = replayer.lanes[4], job.geometry
-    slots = lane.inputs.req_to_token.cpu().numpy()
+    captured, geometry = replayer.buckets[4], setup.geometry
+    slots = captured.inputs.req_to_token.cpu().numpy()
     want = expected("decode", geometry, round_.seq_lens, round_.requests, None, slots, 4)
     want |= expected_views("decode", geometry, round_.seq_lens, round_.requests, slots)
     plan = expected_write_plan("decode", geometry, round_.seq_lens, round_.requests, slots)
     want |= {WRITE_PLAN + name: value for name, value in plan.items()}
-    for side in (lane.buffers, lane.oracle_buffers):
+    for side in (captured.buffers, captured.oracle_buffers):
         for step in range(4):
             got = destination_buffers(side, step)
             for name, (values, live) in want.items():
@@ -159,9 +159,9 @@ def test_a_copy_refuses_what_it_cannot_do() -> None:
 def test_the_published_gap_is_caught_as_a_fault() -> None:
     """Schedules and plans of the first three of four destinations; the fourth is refreshed (contract 2.3)."""
     geometry = Geometry.resolve("tiny_pool", {"draft_steps": 5})
-    job = Job.make(MTP, geometry, (4,), 0, None, "stale_draft_steps", backend())
+    setup = ReplaySetup.make(MTP, geometry, (4,), 0, None, "stale_draft_steps", backend())
     rounds = [dataclasses.replace(round_, poison="stale") for round_ in ROUNDS]
-    findings = verify_rounds(job, [job.table(rounds)], Counts(), folder=None)
+    findings = verify_rounds(setup, [setup.table(rounds)], Counts(), folder=None)
     names = [name for name in (FIRST, SECOND) if f"step0_{name}" in MTP.layout(geometry, 4)]
     assert FIRST in names
     assert {finding.field for finding in findings} == {f"step{step}_{name}" for step in range(3) for name in names}
@@ -171,7 +171,7 @@ def test_the_published_gap_is_caught_as_a_fault() -> None:
 def test_the_published_gap_needs_three_destinations() -> None:
     geometry = Geometry.resolve("tiny_pool", {"draft_steps": 3})
     with pytest.raises(UsageError, match="and draft_steps of 4 or more"):
-        Job.make(MTP, geometry, (4,), 0, None, "stale_draft_steps", backend())
+        ReplaySetup.make(MTP, geometry, (4,), 0, None, "stale_draft_steps", backend())
 
 
 class RewritesHeads(Mtp):
@@ -183,10 +183,10 @@ class RewritesHeads(Mtp):
 
 
 def test_element_0_of_a_sum_is_what_capture_wrote() -> None:
-    job = job_of(Mtp)
-    assert verify_rounds(job, [job.table(ROUNDS)], Counts(), folder=None) == []
-    job = job_of(RewritesHeads)
-    (finding, *_) = verify_rounds(job, [job.table(ROUNDS)], Counts(), folder=None)
+    setup = setup_of(Mtp)
+    assert verify_rounds(setup, [setup.table(ROUNDS)], Counts(), folder=None) == []
+    setup = setup_of(RewritesHeads)
+    (finding, *_) = verify_rounds(setup, [setup.table(ROUNDS)], Counts(), folder=None)
     assert (finding.field, finding.got, finding.want) == ("step1_cu_seqlens_k", 1, 0)
 
 
@@ -252,5 +252,5 @@ class SharedPlan(Sibling):
 
 
 def test_a_refused_sibling_is_recomputed() -> None:
-    job = job_of(SharedPlan, draft_steps=3)
-    assert verify_rounds(job, [job.table(ROUNDS)], Counts(), folder=None) == []
+    setup = setup_of(SharedPlan, draft_steps=3)
+    assert verify_rounds(setup, [setup.table(ROUNDS)], Counts(), folder=None) == []

@@ -19,7 +19,7 @@ from dsa_verify.contract.round_table import rows_per_request, token_slots
 from dsa_verify.contract.subject import Buffers, Inputs, Subject
 from dsa_verify.graphs import open_backend
 from dsa_verify.replay.compilations import count_compilations
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.pipelines.padded import Padded
@@ -355,8 +355,8 @@ def test_the_matrix_turns_floors_over_request_by_request(subject: type[Padded], 
     config = diagnostic_matrix(
         SYSTEMS["padded"], tiny(mode, n), batches=[4], drafts=[n], rounds=5, fixed=frozenset({"padded_mode"})
     )[0]
-    job = Job.make(SYSTEMS["padded"], config.geometry, config.buckets, 0, subject, None, open_backend(DEVICE))
-    findings = verify_rounds(job, config.chunks(), Counts(), folder=None)
+    setup = ReplaySetup.make(SYSTEMS["padded"], config.geometry, config.buckets, 0, subject, None, open_backend(DEVICE))
+    findings = verify_rounds(setup, config.chunks(), Counts(), folder=None)
     wrong = set() if subject is Padded else {"swa_page_indices", "swa_topk_lengths"}
     assert {finding.field for finding in findings} == wrong
 

@@ -20,7 +20,7 @@ from dsa_verify.contract.ragged import capture_lens, graph_tokens, next_graph_to
 from dsa_verify.contract.round import Round
 from dsa_verify.contract.subject import Buffers, Inputs, Subject
 from dsa_verify.diagnosis.confirm import confirm
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.pipelines.ragged_verify import RaggedVerify
 from dsa_verify.systems.ragged_verify import ragged_verify
@@ -50,8 +50,10 @@ def rounds_of(geometry: Geometry, bucket: int, *, random: int = 0) -> list[Round
     return [round_of(geometry, bucket, rng, lens, poison=next(poisons)) for lens in several]
 
 
-def job_of(geometry: Geometry, buckets: tuple[int, ...], subject: object = None, fault: str | None = None) -> Job:
-    return Job.make(RAGGED, geometry, buckets, 0, subject, fault, backend())  # type: ignore[arg-type]
+def setup_of(
+    geometry: Geometry, buckets: tuple[int, ...], subject: object = None, fault: str | None = None
+) -> ReplaySetup:
+    return ReplaySetup.make(RAGGED, geometry, buckets, 0, subject, fault, backend())  # type: ignore[arg-type]
 
 
 # The oracle against the referee --------------------------------------------------------------------------------------
@@ -111,8 +113,8 @@ def test_oracle_in_both_graphs_of_192_tokens(bucket: int) -> None:
 )
 def test_pipeline_agrees_with_the_oracle(overrides: dict[str, object]) -> None:
     geometry = small(**overrides)
-    job, counts, rounds = job_of(geometry, (4,)), Counts(), rounds_of(geometry, 4, random=2)
-    assert verify_rounds(job, [job.table(rounds)], counts, folder=None) == []
+    setup, counts, rounds = setup_of(geometry, (4,)), Counts(), rounds_of(geometry, 4, random=2)
+    assert verify_rounds(setup, [setup.table(rounds)], counts, folder=None) == []
     assert counts.rounds_checked == len(rounds)
 
 
@@ -120,8 +122,8 @@ def test_pipeline_walks_a_batch_of_several_blocks() -> None:
     """Live requests and pads on both sides of each block's end; then a last request that owns the most rows."""
     geometry, rng = small(draft_tokens=2, graph_tokens=160, context=20), np.random.default_rng(0)
     rounds = [round_of(geometry, 150, rng, lens) for lens in ([1, 2] * 35, [1] * 140, [1] * 149)]
-    job = job_of(geometry, (150,))
-    assert verify_rounds(job, [job.table(rounds)], Counts(), folder=None) == []
+    setup = setup_of(geometry, (150,))
+    assert verify_rounds(setup, [setup.table(rounds)], Counts(), folder=None) == []
 
 
 @pytest.mark.parametrize("subject", [RaggedVerify, RaggedVerifyOracle])
@@ -149,24 +151,24 @@ def test_a_graph_keyed_by_tokens_only_is_caught() -> None:
     """K02 scaled down: 8 tokens as 8 slots of 1 and as 4 slots of 2. Right only where a round is as the capture."""
     geometry, rng = small(draft_tokens=2, graph_tokens=8), np.random.default_rng(0)
     as_captured = [round_of(geometry, 4, rng, [2] * 4), round_of(geometry, 8, rng, [1] * 8)]
-    job = job_of(geometry, (8, 4), KeyedByTokens)
-    assert confirm(job, as_captured) == []
+    setup = setup_of(geometry, (8, 4), KeyedByTokens)
+    assert confirm(setup, as_captured) == []
     for replayed in (round_of(geometry, 8, rng, [2] * 4), round_of(geometry, 4, rng, [1, 2, 1])):
-        fields = {finding.field for finding in confirm(job, [replayed])}
+        fields = {finding.field for finding in confirm(setup, [replayed])}
         assert {"padded_verify_lens", "extend_start_loc", "dsa_seqlens_expanded", "cache_seqlens_int32"} <= fields
 
 
 def test_stale_start_locations_are_caught() -> None:
     geometry, rng = small(draft_tokens=3), np.random.default_rng(0)
     rounds = [round_of(geometry, 3, rng, lens, poison="stale") for lens in ([1, 2, 3], [3, 1, 1])]
-    (finding,) = confirm(job_of(geometry, (3,), fault="not_refreshed:extend_start_loc"), rounds)
+    (finding,) = confirm(setup_of(geometry, (3,), fault="not_refreshed:extend_start_loc"), rounds)
     assert (finding.field, finding.diagnosis) == ("extend_start_loc", Diagnosis.STALE)
 
 
 def test_a_tail_of_verify_lens_that_is_not_reset_is_caught() -> None:
     geometry, rng = small(draft_tokens=3), np.random.default_rng(0)
     rounds = [round_of(geometry, 3, rng, lens) for lens in ([1, 2, 3], [3])]
-    finding = confirm(job_of(geometry, (3,), fault="tail_not_reset:verify_lens"), rounds)[0]
+    finding = confirm(setup_of(geometry, (3,), fault="tail_not_reset:verify_lens"), rounds)[0]
     assert (finding.field, finding.diagnosis) == ("verify_lens", Diagnosis.TAIL_NOT_RESET)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import EagerDecode, decode_round, job_of
+from support import EagerDecode, decode_round, setup_of
 
 from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.geometry import Geometry
@@ -117,8 +117,8 @@ class CompilesLate(EagerDecode):
 
 
 def verify(ledger: Ledger = NO_WAIVERS, folder: Path | None = None) -> tuple[list[Finding], Counts]:
-    counts, job = Counts(), replace(job_of(CompilesLate, buckets=(4,)), ledger=ledger)
-    return verify_rounds(job, [job.table(ROUNDS)], counts, folder=folder), counts
+    counts, setup = Counts(), replace(setup_of(CompilesLate, buckets=(4,)), ledger=ledger)
+    return verify_rounds(setup, [setup.table(ROUNDS)], counts, folder=folder), counts
 
 
 def test_a_late_compilation_is_a_finding_with_its_kernel_argument_round_and_case(tmp_path: Path) -> None:
@@ -134,8 +134,8 @@ def test_a_late_compilation_is_a_finding_with_its_kernel_argument_round_and_case
 
 
 def test_what_the_warm_up_compiles_is_none() -> None:
-    job = job_of(CompilesLate, buckets=(4,))
-    assert verify_rounds(job, [job.table(ROUNDS[:2])], Counts(), folder=None) == []
+    setup = setup_of(CompilesLate, buckets=(4,))
+    assert verify_rounds(setup, [setup.table(ROUNDS[:2])], Counts(), folder=None) == []
     assert len(compilations._seen) == 1
 
 
@@ -185,9 +185,9 @@ def test_a_kernel_that_takes_the_longest_length_compiles_late(length: int, said:
             # At capture every length is 1, which is another form.
             late_kernel[(1,)](self.scratch, 7 if self.calls <= 4 else int(self.inputs.seq_lens.max()))
 
-    job = job_of(Late, buckets=(4,))
+    setup = setup_of(Late, buckets=(4,))
     rounds = [decode_round(4, 7), decode_round(4, 9), decode_round(4, 11), decode_round(4, length)]
-    (finding,) = verify_rounds(job, [job.table(rounds)], Counts(), folder=None)
+    (finding,) = verify_rounds(setup, [setup.table(rounds)], Counts(), folder=None)
     assert finding.diagnosis is Diagnosis.RECOMPILES
     assert finding.round == 3
     assert "late_kernel was compiled again, as its argument longest is " in finding.sentence

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import DEVICE, EagerDecode, backend, decode_round, job_of, small
+from support import DEVICE, EagerDecode, backend, decode_round, setup_of, small
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.finding import Diagnosis, Finding
@@ -32,8 +32,8 @@ ROUNDS = [
 
 
 def verify(subject: type, rounds: list[Round] = ROUNDS, folder: Path | None = None, **rest: object) -> list[Finding]:
-    job = job_of(subject, **rest)  # type: ignore[arg-type]
-    return verify_rounds(job, [job.table(rounds)], Counts(), folder=folder)
+    setup = setup_of(subject, **rest)  # type: ignore[arg-type]
+    return verify_rounds(setup, [setup.table(rounds)], Counts(), folder=folder)
 
 
 class Works(EagerDecode):
@@ -103,10 +103,10 @@ class PreparesOthers(EagerDecode):
 def test_what_another_bucket_prepares_in_shared_memory_is_found_in_the_same_bucket_only_with_it() -> None:
     def found(foreign: bool) -> list[str | None]:
         PreparesOthers.shared = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        job = job_of(PreparesOthers)
-        replayer = job.open(2)
+        setup = setup_of(PreparesOthers)
+        replayer = setup.open(2)
         PreparesOthers.shared.zero_()  # what the warm-ups left
-        replayer.run(job.table([decode_round(4, 9, 8), decode_round(4, 7, 6, foreign=foreign)]))
+        replayer.run(setup.table([decode_round(4, 9, 8), decode_round(4, 7, 6, foreign=foreign)]))
         return [seen.region.name for tally in replayer.poll().values() for seen in tally.first]
 
     assert set(found(False)) == set()
@@ -137,8 +137,8 @@ def test_it_is_drawn_only_where_a_subject_or_a_fault_declares_it() -> None:
     (config,) = diagnostic_matrix(SYSTEMS["decode"], small(), batches=[4])
 
     def drawn(subject: type, fault: str | None = None, turn: int = 0) -> list[bool]:
-        job = job_of(subject, fault=fault, buckets=config.buckets)
-        return [each.foreign for table in job.with_foreign_work(config.chunks(), turn) for each in table.rounds()]
+        setup = setup_of(subject, fault=fault, buckets=config.buckets)
+        return [each.foreign for table in setup.with_foreign_work(config.chunks(), turn) for each in table.rounds()]
 
     assert not any(drawn(EagerDecode))
     assert not any(drawn(EagerDecode, "off_by_one_page"))
@@ -146,8 +146,8 @@ def test_it_is_drawn_only_where_a_subject_or_a_fault_declares_it() -> None:
     assert drawn(Works) == drawn(EagerDecode, "foreign_clobbers") == drawn(Works)
     assert drawn(Works, turn=1) != drawn(Works)
     plain = [each for table in config.chunks() for each in table.rounds()]
-    job = job_of(Works, buckets=config.buckets)
-    chosen = [each for table in job.with_foreign_work(config.chunks()) for each in table.rounds()]
+    setup = setup_of(Works, buckets=config.buckets)
+    chosen = [each for table in setup.with_foreign_work(config.chunks()) for each in table.rounds()]
     assert [each.seq_lens for each in plain] == [each.seq_lens for each in chosen], "no other draw moves"
 
 
@@ -159,8 +159,8 @@ def test_the_matrix_finds_what_foreign_work_does() -> None:
 
 
 def test_a_fuzzer_finds_it_and_the_case_says_it_needs_it(tmp_path: Path) -> None:
-    job = job_of(EagerDecode, fault="foreign_clobbers")
-    (finding,) = fuzz(job, 32, folder=tmp_path).findings
+    setup = setup_of(EagerDecode, fault="foreign_clobbers")
+    (finding,) = fuzz(setup, 32, folder=tmp_path).findings
     case = read_case(Path(finding.case or ""))
     signature = Signature.of(finding)
     small_case = shrink(case, signature, backend(), subject=EagerDecode).scenario
@@ -172,7 +172,7 @@ def test_a_fuzzer_finds_it_and_the_case_says_it_needs_it(tmp_path: Path) -> None
 
 
 def test_a_case_says_yes_or_no() -> None:
-    text = job_of(EagerDecode).scenario([decode_round(4, 5, foreign=True)]).to_json()
+    text = setup_of(EagerDecode).scenario([decode_round(4, 5, foreign=True)]).to_json()
     assert '"foreign": true' in text
     assert parse_case(text).rounds[0].foreign
     with pytest.raises(UsageError, match=r"rounds\[0\].foreign: 1 is not true or false"):

@@ -10,7 +10,7 @@ from dsa_verify.contract.finding import Diagnosis
 from dsa_verify.contract.geometry import PADDED_MODES, Geometry
 from dsa_verify.contract.glue_route import Route
 from dsa_verify.contract.round import Round
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.pipelines.padded_glue import Glued
 from dsa_verify.systems.catalogue import SYSTEMS
@@ -24,9 +24,9 @@ ROUNDS = [
 ]
 
 
-def job_of(mode: str, subject: object = "glue", fault: str | None = None) -> Job:
+def setup_of(mode: str, subject: object = "glue", fault: str | None = None) -> ReplaySetup:
     geometry = Geometry.resolve("tiny_v4", {"padded_mode": mode, "draft_tokens": 3, "request_rows": 9})
-    return Job.make(PADDED, geometry, (3,), 0, subject, fault, backend())  # type: ignore[arg-type]
+    return ReplaySetup.make(PADDED, geometry, (3,), 0, subject, fault, backend())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("mode", PADDED_MODES)
@@ -38,15 +38,15 @@ def test_both_routes_give_the_same_bits(mode: str) -> None:
             taken.append(super().route(raw_batch))
             return taken[-1]
 
-    job = job_of(mode, Watched)
-    assert verify_rounds(job, [job.table(ROUNDS)], Counts(), folder=None) == []
+    setup = setup_of(mode, Watched)
+    assert verify_rounds(setup, [setup.table(ROUNDS)], Counts(), folder=None) == []
     padded = Route.EAGER if mode == "decode" else Route.GLUE
     assert taken == [Route.GLUE, padded, Route.EAGER, Route.GLUE, Route.GLUE]  # the last round is replayed twice
 
 
 def test_an_idle_batch_in_the_graph_is_a_finding() -> None:
-    job = job_of("verify", fault="glues_idle")
-    (finding,) = verify_rounds(job, [job.table(ROUNDS)], Counts(), folder=None)
+    setup = setup_of("verify", fault="glues_idle")
+    (finding,) = verify_rounds(setup, [setup.table(ROUNDS)], Counts(), folder=None)
     assert finding.diagnosis is Diagnosis.WRONG_ROUTE
     assert "raw batch 0 of bucket 3 was prepared by the captured graph, it must be by eager work" in finding.sentence
 
@@ -59,13 +59,13 @@ class GluesPadded(Glued):
 
 
 def test_a_padded_batch_in_the_generic_glue_is_a_finding() -> None:
-    job = job_of("decode", GluesPadded)
-    (finding,) = verify_rounds(job, [job.table(ROUNDS)], Counts(), folder=None)
+    setup = setup_of("decode", GluesPadded)
+    (finding,) = verify_rounds(setup, [setup.table(ROUNDS)], Counts(), folder=None)
     assert finding.diagnosis is Diagnosis.WRONG_ROUTE
     assert "raw batch 1 of bucket 3" in finding.sentence
 
 
 def test_the_fault_is_refused_for_a_subject_without_a_route() -> None:
-    job = job_of("verify", "triton", fault="glues_idle")
+    setup = setup_of("verify", "triton", fault="glues_idle")
     with pytest.raises(UsageError, match="has no effect on subject 'triton', which has no route"):
-        verify_rounds(job, [job.table(ROUNDS)], Counts(), folder=None)
+        verify_rounds(setup, [setup.table(ROUNDS)], Counts(), folder=None)

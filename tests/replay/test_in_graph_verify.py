@@ -19,7 +19,7 @@ from dsa_verify.contract.subject import Buffers
 from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.graphs import Graph
 from dsa_verify.judge.judge import Phase
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.pipelines.in_graph_verify import (
     AttentionFlags,
@@ -67,14 +67,14 @@ class Bench:
 
     def __init__(self, *, residual: bool = False, engine: Engine | None = None, **overrides: object):
         self.geometry = Geometry.resolve("tiny_pool", {"draft_tokens": 3, **overrides})
-        self._job = Job.make(VERIFY, self.geometry, (4, 2), 0, Idle, None, backend())  # type: ignore[arg-type]
-        self._replayer = self._job.open(len(ROUNDS))
-        self.lanes, self.backend = self._replayer.lanes, self._job.backend
-        wide = self.lanes[4]
+        self._setup = ReplaySetup.make(VERIFY, self.geometry, (4, 2), 0, Idle, None, backend())  # type: ignore[arg-type]
+        self._replayer = self._setup.open(len(ROUNDS))
+        self.buckets, self.backend = self._replayer.buckets, self._setup.backend
+        wide = self.buckets[4]
         self.inputs = {name: getattr(wide.inputs, name) for name in INPUTS}
         self.verify = InGraphVerify(wide.inputs.req_to_token, engine=engine, residual=residual)
-        for lane in self.lanes.values():
-            self.verify.register(lane.buffers)
+        for captured in self.buckets.values():
+            self.verify.register(captured.buffers)
         self.graphs: dict[int, Graph] = {}
 
     def capture(self, bs: int, model: Callable[[], None] = nothing, **inputs: torch.Tensor) -> None:
@@ -88,19 +88,19 @@ class Bench:
         **inputs: torch.Tensor,
     ) -> int:
         """How many words are wrong after `rounds`, replayed with `inputs` instead of the static ones where given."""
-        self._replayer.feed.upload(self._job.table(rounds))
+        self._replayer.input_buffers.upload(self._setup.table(rounds))
         before = self._wrong()
         for round_ in rounds:
-            lane = self.lanes[round_.bucket]
-            lane.prepare()
+            captured = self.buckets[round_.bucket]
+            captured.prepare()
             for name, tensor in inputs.items():
                 tensor.copy_(self.inputs[name])
-            lane.oracle_graph.replay()
+            captured.oracle_graph.replay()
             self.verify.before_replay(round_.bucket, **{**self.inputs, **inputs})
             if before_graph is not None:
                 before_graph(round_.bucket)
             self.graphs[round_.bucket].replay()
-            lane.judge_replay(Phase.REPLAY)
+            captured.judge_replay(Phase.REPLAY)
         return self._wrong() - before
 
     def _wrong(self) -> int:
@@ -212,11 +212,13 @@ def test_live_graphs_of_two_batch_sizes_are_right(residual: bool, draft_tokens: 
     bench = Bench(residual=residual, draft_tokens=draft_tokens, input_view=form)
     for bs in (4, 2):
         bench.capture(bs)
-    addresses = {(bs, n): t.data_ptr() for bs, lane in bench.lanes.items() for n, t in lane.buffers.items()}
+    addresses = {(bs, n): t.data_ptr() for bs, captured in bench.buckets.items() for n, t in captured.buffers.items()}
     assert bench.play(ROUNDS) == 0
     assert bench.published(4)
     assert bench.published(2)
-    assert addresses == {(bs, n): t.data_ptr() for bs, lane in bench.lanes.items() for n, t in lane.buffers.items()}
+    assert addresses == {
+        (bs, n): t.data_ptr() for bs, captured in bench.buckets.items() for n, t in captured.buffers.items()
+    }
 
 
 @pytest.mark.parametrize("residual", [False, True])
@@ -226,12 +228,12 @@ def test_before_the_graph_nothing_is_refreshed_but_the_residual(residual: bool) 
     bench.capture(4)
 
     def look(bs: int) -> None:
-        lane = bench.lanes[bs]
+        captured = bench.buckets[bs]
         for name in (FULL, POOLED):
-            right = torch.equal(lane.buffers[name], lane.oracle_buffers[name])
-            assert right if residual else (lane.buffers[name] == LOUD_WORD).all(), name
+            right = torch.equal(captured.buffers[name], captured.oracle_buffers[name])
+            assert right if residual else (captured.buffers[name] == LOUD_WORD).all(), name
         for name in ("cache_seqlens_int32", "dsa_seqlens_expanded", WRITE_PLAN + "pool_seqlens_per_q"):
-            assert (lane.buffers[name] == LOUD_WORD).all(), name
+            assert (captured.buffers[name] == LOUD_WORD).all(), name
 
     rounds = [dataclasses.replace(round_, poison="loud") for round_ in WIDE]
     assert bench.play(rounds, before_graph=look) == 0
@@ -260,7 +262,7 @@ def test_other_inputs_are_refused_by_name(
     captured: Bench, name: str, other: Callable[[torch.Tensor], torch.Tensor], differs: str
 ) -> None:
     handed = {**captured.inputs, name: other(captured.inputs[name])}
-    before = {key: tensor.clone() for key, tensor in captured.lanes[4].buffers.items()}
+    before = {key: tensor.clone() for key, tensor in captured.buckets[4].buffers.items()}
     captured.verify.forward_metadata = None
     with pytest.raises(StaticBufferError, match=f"static buffers it captured: {name}: {differs}") as refused:
         captured.verify.before_replay(4, **handed)
@@ -269,7 +271,7 @@ def test_other_inputs_are_refused_by_name(
     (unchanged,) = set(INPUTS) - {name}
     assert unchanged not in str(refused.value)
     # No fallback: nothing was refreshed and nothing is handed on.
-    assert all(torch.equal(tensor, before[key]) for key, tensor in captured.lanes[4].buffers.items())
+    assert all(torch.equal(tensor, before[key]) for key, tensor in captured.buckets[4].buffers.items())
     assert captured.verify.forward_metadata is None
     assert captured.published()
 
@@ -292,7 +294,7 @@ def test_a_replay_restores_the_flags_of_its_capture(captured: Bench) -> None:
     captured.verify.attention = other
     captured.verify.before_replay(4, **captured.inputs)
     assert captured.verify.attention == flags != other
-    assert captured.verify.forward_metadata is captured.lanes[4].buffers
+    assert captured.verify.forward_metadata is captured.buckets[4].buffers
 
 
 # Without a state -----------------------------------------------------------------------------------------------------
@@ -312,7 +314,7 @@ def test_an_ineligible_batch_size_takes_the_generic_path(engine: Engine) -> None
 
     assert bench.play(WIDE[:1]) == 0
     assert bench.play(WIDE, before_graph=spoil, **others) == 0
-    assert bench.verify.forward_metadata is bench.lanes[4].buffers
+    assert bench.verify.forward_metadata is bench.buckets[4].buffers
 
 
 def test_a_geometry_without_the_indexer_takes_the_generic_path() -> None:
@@ -333,7 +335,7 @@ def test_a_replaced_record_takes_the_generic_path() -> None:
     assert bench.play(WIDE, **clones) == 0
     bench.capture(4)
     assert bench.published()
-    bench.verify.register(bench.lanes[4].buffers)
+    bench.verify.register(bench.buckets[4].buffers)
     assert not bench.published()
 
 
@@ -341,7 +343,7 @@ def test_the_old_graph_of_a_replaced_record_can_still_be_replayed() -> None:
     """What it recorded lives as long as it does, although its state is gone."""
     bench = Bench(pool_size=1)
     bench.capture(4)
-    bench.verify.register(bench.lanes[4].buffers)
+    bench.verify.register(bench.buckets[4].buffers)
     assert bench.play(WIDE) == 0
 
 
@@ -428,7 +430,7 @@ def test_an_ineligible_recapture_leaves_no_state(why: str) -> None:
 def test_the_metadata_is_recorded_at_the_head_and_in_order(residual: bool) -> None:
     bench = Bench(residual=residual)
     copied = torch.zeros(4, dtype=torch.int32)
-    bench.capture(4, lambda: copied.copy_(bench.lanes[4].buffers["cache_seqlens_int32"]))
+    bench.capture(4, lambda: copied.copy_(bench.buckets[4].buffers["cache_seqlens_int32"]))
     labels = [node.label for node in bench.graphs[4]._nodes]  # type: ignore[attr-defined]
     assert labels.pop() == "aten.copy_.default"
     schedule = [] if residual else ["schedule_kernel"]
@@ -436,15 +438,15 @@ def test_the_metadata_is_recorded_at_the_head_and_in_order(residual: bool) -> No
     expected += ["pooled_views_kernel", "write_plan_kernel", *schedule, "topk_plan_kernel"]
     assert [label.split()[-1] for label in labels if label.startswith("Triton")] == expected
     assert bench.play(WIDE) == 0
-    assert copied.tolist() == bench.lanes[4].oracle_buffers["cache_seqlens_int32"].tolist()
+    assert copied.tolist() == bench.buckets[4].oracle_buffers["cache_seqlens_int32"].tolist()
 
 
 # The subjects --------------------------------------------------------------------------------------------------------
 
 
-def job_of(subject: type, **overrides: object) -> Job:
+def setup_of(subject: type, **overrides: object) -> ReplaySetup:
     geometry = Geometry.resolve("tiny_pool", {"draft_tokens": 3, **overrides})
-    return Job.make(VERIFY, geometry, (4, 2), 0, subject, None, backend())
+    return ReplaySetup.make(VERIFY, geometry, (4, 2), 0, subject, None, backend())
 
 
 @pytest.mark.parametrize(
@@ -458,16 +460,16 @@ def job_of(subject: type, **overrides: object) -> Job:
     ids=str,
 )
 def test_each_subject_is_right(subject: type, overrides: dict[str, object]) -> None:
-    job, counts = job_of(subject, **overrides), Counts()
+    setup, counts = setup_of(subject, **overrides), Counts()
     rounds = [*ROUNDS[:3], dataclasses.replace(ROUNDS[3], twice=True)]
-    assert verify_rounds(job, [job.table(rounds)], counts, folder=None) == []
+    assert verify_rounds(setup, [setup.table(rounds)], counts, folder=None) == []
     assert counts.rounds_checked == len(rounds)
 
 
 @pytest.mark.parametrize("subject", [InGraphSubject, InGraphResidualSubject])
 def test_a_subject_says_why_it_is_not_eligible(subject: type) -> None:
     with pytest.raises(UsageError, match=f"subject '{subject.name}': bs 4 has no {FULL}; set indexer=true"):
-        job_of(subject, indexer=False, pool_size=1).open(1)
+        setup_of(subject, indexer=False, pool_size=1).open(1)
 
 
 class HandsOnClones(InGraphSubject):
@@ -483,7 +485,7 @@ class HandsOnClones(InGraphSubject):
 
 
 def test_an_engine_that_hands_on_clones_is_found() -> None:
-    (finding,) = confirm(job_of(HandsOnClones, pool_size=1), ROUNDS)
+    (finding,) = confirm(setup_of(HandsOnClones, pool_size=1), ROUNDS)
     assert (finding.diagnosis, finding.bucket, finding.round) == (Diagnosis.RAISES, 4, 2)
     assert "static buffers it captured: seq_lens: address" in finding.sentence
 
@@ -497,6 +499,6 @@ class ForgetsResidual(InGraphResidualSubject):
 
 
 def test_a_residual_that_is_not_run_is_found_before_the_graph() -> None:
-    findings = confirm(job_of(ForgetsResidual), ROUNDS[:1])
+    findings = confirm(setup_of(ForgetsResidual), ROUNDS[:1])
     assert {finding.field for finding in findings} == {FULL, POOLED}
     assert all(finding.sentence.startswith("before the graph replays: ") for finding in findings)

@@ -10,7 +10,7 @@ from dsa_verify.contract.finding import Finding
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.schedule_variants import VARIANTS, Unit
 from dsa_verify.contract.subject import SubjectFactory
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.indexer_turns import INDEXED_PRESETS, SYSTEMS_WITH_INDEXER
 from dsa_verify.rounds.matrix import EMPTY_SYSTEMS, Config, diagnostic_matrix, undefined_when_empty
 from dsa_verify.run.verify import Counts, verify_rounds
@@ -32,8 +32,8 @@ def with_indexer(configs: list[Config]) -> list[Config]:
 
 
 def verify(config: Config, subject: SubjectFactory | str | None = None) -> list[Finding]:
-    job = Job.make(config.system, config.geometry, config.buckets, 0, subject, None, backend())
-    return verify_rounds(job, config.chunks(), Counts(), folder=None)
+    setup = ReplaySetup.make(config.system, config.geometry, config.buckets, 0, subject, None, backend())
+    return verify_rounds(setup, config.chunks(), Counts(), folder=None)
 
 
 @indexed_systems

@@ -18,7 +18,7 @@ from dsa_verify.contract.round import POISONS, Round, parse_case
 from dsa_verify.contract.round_table import RoundTable, pages_before_writes, tabulate
 from dsa_verify.contract.subject import Buffers, Inputs
 from dsa_verify.contract.topk_plan import PLAN_RULES
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.edge_configs import edges
 from dsa_verify.rounds.matrix import (
     CHUNK_ROUNDS,
@@ -101,8 +101,8 @@ class NoClamp(Decode):
 def test_a_write_past_a_narrow_table_is_found():
     found = []
     for config in matrix(SYSTEMS["decode"])[:3]:
-        job = Job.make(config.system, config.geometry, config.buckets, 0, NoClamp, None, backend())
-        found.append(bool(verify_rounds(job, config.chunks(), Counts(), folder=None)))
+        setup = ReplaySetup.make(config.system, config.geometry, config.buckets, 0, NoClamp, None, backend())
+        found.append(bool(verify_rounds(setup, config.chunks(), Counts(), folder=None)))
     assert found == [False, True, False]
 
 
@@ -121,8 +121,8 @@ def test_our_pipelines_keep_to_a_narrow_table(name: str, subject: str):
         rounds=9,
         fixed=frozenset(settings),
     ):
-        job = Job.make(config.system, config.geometry, config.buckets, 0, subject, None, backend())
-        assert verify_rounds(job, config.chunks(), Counts(), folder=None) == []
+        setup = ReplaySetup.make(config.system, config.geometry, config.buckets, 0, subject, None, backend())
+        assert verify_rounds(setup, config.chunks(), Counts(), folder=None) == []
 
 
 @systems
@@ -285,8 +285,8 @@ class NamesTheEmpty(Decode):
 def test_a_schedule_that_names_an_empty_request_is_found():
     geometry = Geometry.resolve("tiny", {"indexer": True, "multiprocessors": 5, "schedule": "tiny"})
     for config in diagnostic_matrix(SYSTEMS["decode"], geometry, batches=[4, 12]):
-        job = Job.make(config.system, config.geometry, config.buckets, 0, NamesTheEmpty, None, backend())
-        findings = verify_rounds(job, config.chunks(), Counts(), folder=None)
+        setup = ReplaySetup.make(config.system, config.geometry, config.buckets, 0, NamesTheEmpty, None, backend())
+        findings = verify_rounds(setup, config.chunks(), Counts(), folder=None)
         assert {finding.field for finding in findings} == {"paged_mqa_schedule_metadata"}
 
 
@@ -327,8 +327,8 @@ class ExtendsAll(DraftExtend):
 @pytest.mark.parametrize("batch, draft", [(1, 2), (1, 8), (4, 4)])
 def test_a_subject_that_extends_all_by_the_draft_is_found(batch: int, draft: int):
     (config,) = matrix(SYSTEMS["draft_extend"], batches=[batch], drafts=[draft])
-    job = Job.make(config.system, config.geometry, config.buckets, 0, ExtendsAll, None, backend())
-    findings = verify_rounds(job, config.chunks(), Counts(), folder=None)
+    setup = ReplaySetup.make(config.system, config.geometry, config.buckets, 0, ExtendsAll, None, backend())
+    findings = verify_rounds(setup, config.chunks(), Counts(), folder=None)
     assert "dsa_seqlens_expanded" in {finding.field for finding in findings}
 
 
@@ -339,8 +339,8 @@ def test_every_round_survives_the_case_file(system: System, preset: str):
     indexer = Geometry.resolve(preset).indexer and system.name != "ragged_verify"  # which has no pooled one
     geometry = Geometry.resolve(preset, {"indexer": indexer})
     config = diagnostic_matrix(system, geometry, batches=[5], drafts=[3], rounds=120)[0]
-    job = Job.make(system, config.geometry, config.buckets, 0, None, None, backend())
-    scenario = job.scenario(rounds_of(config))
+    setup = ReplaySetup.make(system, config.geometry, config.buckets, 0, None, None, backend())
+    scenario = setup.scenario(rounds_of(config))
     assert len(scenario.rounds) == 120
     assert dataclasses.replace(parse_case(scenario.to_json()), name="") == scenario
 
@@ -468,8 +468,8 @@ def test_padded_captures_the_batches_it_is_given_in_the_mode_it_is_given():
     )
     (config,) = configs
     assert (config.buckets, config.geometry.padded_mode, config.geometry.draft_tokens) == ((5, 2), "verify", 3)
-    job = Job.make(PADDED, config.geometry, config.buckets, 0, None, None, backend())
-    scenario = job.scenario(rounds_of(config))
+    setup = ReplaySetup.make(PADDED, config.geometry, config.buckets, 0, None, None, backend())
+    scenario = setup.scenario(rounds_of(config))
     assert len(scenario.rounds) == 40
     assert dataclasses.replace(parse_case(scenario.to_json()), name="") == scenario
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support import backend
 
 from dsa_verify.base.errors import UsageError
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.systems.catalogue import SYSTEMS, settled_geometry
@@ -72,9 +72,9 @@ def test_odd_geometries(name: str, pooled: bool, changes: dict[str, Any], batch:
         config, *_ = diagnostic_matrix(
             system, geometry, rounds=ROUNDS, batches=[batch], drafts=[draft] if system.drafts else None, fixed=fixed
         )
-        job = Job.make(system, config.geometry, config.buckets, 0, None, None, device)
+        setup = ReplaySetup.make(system, config.geometry, config.buckets, 0, None, None, device)
         counts = Counts()
-        found = verify_rounds(job, config.chunks(), counts, folder=None)
+        found = verify_rounds(setup, config.chunks(), counts, folder=None)
     except UsageError:
         reject()
     assert [finding.sentence for finding in found] == []

@@ -14,7 +14,7 @@ from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.layout import Field, Layout
 from dsa_verify.contract.subject import Buffers, Inputs
 from dsa_verify.judge.output_check import wrong_outputs
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.pipelines.basic import Decode
 from dsa_verify.systems.catalogue import SYSTEMS
@@ -136,8 +136,8 @@ class EveryOtherSum(Decode):
 
 def test_it_is_a_finding_of_a_run():
     geometry = Geometry.resolve("tiny", {"context": 37})
-    job = Job.make(SYSTEMS["decode"], geometry, (4,), 0, EveryOtherSum, None, backend())
-    (finding,) = verify_rounds(job, [job.table([decode_round(4, 5, 6, 7, 8)])], Counts(), folder=None)
+    setup = ReplaySetup.make(SYSTEMS["decode"], geometry, (4,), 0, EveryOtherSum, None, backend())
+    (finding,) = verify_rounds(setup, [setup.table([decode_round(4, 5, 6, 7, 8)])], Counts(), folder=None)
     assert finding.diagnosis is Diagnosis.WRONG_OUTPUTS
     assert finding.sentence == (
         "wrong outputs: bucket 4: cu_seqlens_k has strides [2]; FlashAttention needs it contiguous, with strides [1] "

@@ -12,7 +12,7 @@ from support import backend
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import POISONS, Round
 from dsa_verify.contract.subject import Buffers, Inputs
-from dsa_verify.replay.setup import Job, remap_slots_of
+from dsa_verify.replay.setup import ReplaySetup, remap_slots_of
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.pipelines.basic import Decode, DraftExtend, TargetVerify
@@ -38,10 +38,10 @@ GEOMETRIES = {
 
 
 def run(system: str, geometry: Geometry, rounds: list[Round], buckets: tuple[int, ...], subject: type) -> list[str]:
-    job = Job.make(SYSTEMS[system], geometry, buckets, 0, subject, None, backend())
+    setup = ReplaySetup.make(SYSTEMS[system], geometry, buckets, 0, subject, None, backend())
     counts = Counts()
-    table = job.table(rounds, remap_slots_of(rounds))
-    findings = verify_rounds(job, [table], counts, folder=None)
+    table = setup.table(rounds, remap_slots_of(rounds))
+    findings = verify_rounds(setup, [table], counts, folder=None)
     assert counts.rounds_checked == len(rounds) or findings
     return [finding.sentence for finding in findings]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support import DEVICE, EagerDecode, decode_round, job_of, small
+from support import DEVICE, EagerDecode, decode_round, setup_of, small
 
 from dsa_verify.base.errors import HarnessError
 from dsa_verify.buffers.region import Kind
@@ -19,17 +19,17 @@ from dsa_verify.contract.round import Round
 from dsa_verify.contract.subject import Buffers, Inputs
 from dsa_verify.diagnosis.diagnose import as_float
 from dsa_verify.replay import planted
-from dsa_verify.replay.bucket import Lane
+from dsa_verify.replay.bucket import CapturedBucket
 from dsa_verify.replay.replayer import Replayer
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.run.verify import Counts, verify_rounds
 
 ROUNDS = [decode_round(4, 5, 17, 37, 1), decode_round(2, 9, 8), decode_round(4, 4, 3, 2, poison="stale", twice=True)]
 
 
 def verify(subject: type, rounds: list[Round] = ROUNDS) -> tuple[list[Finding], Counts]:
-    counts, job = Counts(), job_of(subject)
-    return verify_rounds(job, [job.table(rounds)], counts, folder=None), counts
+    counts, setup = Counts(), setup_of(subject)
+    return verify_rounds(setup, [setup.table(rounds)], counts, folder=None), counts
 
 
 class NextPage(EagerDecode):
@@ -141,40 +141,40 @@ def test_a_subject_that_replaces_a_kernel_of_torch_ends_the_run() -> None:
 # What is planted -----------------------------------------------------------------------------------------------------
 
 
-def replayed(subject: type | None = EagerDecode, **rest: object) -> tuple[Job, Replayer]:
-    job = job_of(subject, **rest)  # type: ignore[arg-type]
-    replayer = job.open(len(ROUNDS))
-    replayer.run(job.table(ROUNDS))
-    return job, replayer
+def replayed(subject: type | None = EagerDecode, **rest: object) -> tuple[ReplaySetup, Replayer]:
+    setup = setup_of(subject, **rest)  # type: ignore[arg-type]
+    replayer = setup.open(len(ROUNDS))
+    replayer.run(setup.table(ROUNDS))
+    return setup, replayer
 
 
 def test_a_word_of_every_field_a_guard_and_an_input_is_planted_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, str]] = []
     original = planted._planted
 
-    def watched(lane, words):
+    def watched(captured, words):
         seen.extend((word.region.kind.value, word.region.name) for word in words)
         assert all(word.made != word.was for word in words)
-        return original(lane, words)
+        return original(captured, words)
 
     monkeypatch.setattr(planted, "_planted", watched)
     _, replayer = replayed()
-    arena, table = replayer.arena.words.clone(), replayer.feed.inputs(4)[0].req_to_token.clone()
+    arena, table = replayer.arena.words.clone(), replayer.input_buffers.inputs(4)[0].req_to_token.clone()
     planted.require_sight(replayer)
     fields = [name for kind, name in seen if kind == "field"]
-    for lane in replayer.lanes.values():
-        assert set(fields) >= {field.name for field in lane.layout if field.alias is None}
+    for captured in replayer.buckets.values():
+        assert set(fields) >= {field.name for field in captured.layout if field.alias is None}
     assert {kind for kind, _ in seen} == {"field", "guard", "input"}
     assert torch.equal(arena, replayer.arena.words)
-    assert torch.equal(table, replayer.feed.inputs(4)[0].req_to_token)
+    assert torch.equal(table, replayer.input_buffers.inputs(4)[0].req_to_token)
     assert not any(tally.differing for tally in replayer.poll().values())
 
 
 @pytest.mark.parametrize("kind", [Kind.FIELD, Kind.GUARD, Kind.INPUT])
 def test_a_region_that_the_judge_does_not_look_at_is_missed(kind: Kind) -> None:
     _, replayer = replayed()
-    lane = replayer.lanes[4]
-    judge, launch = lane.judges.replay, lane.judge_replay
+    captured = replayer.buckets[4]
+    judge, launch = captured.judges.replay, captured.judge_replay
 
     def blind(phase) -> None:
         launch(phase)
@@ -182,7 +182,7 @@ def test_a_region_that_the_judge_does_not_look_at_is_missed(kind: Kind) -> None:
             if region.kind is kind:
                 judge.counters[0][index] = 0
 
-    lane.judge_replay = blind
+    captured.judge_replay = blind
     with pytest.raises(
         HarnessError, match=f"does not see a planted difference, -?[0-9]+ for -?[0-9]+ in {kind.value} "
     ):
@@ -191,16 +191,16 @@ def test_a_region_that_the_judge_does_not_look_at_is_missed(kind: Kind) -> None:
 
 def test_a_judge_that_reports_what_nobody_planted_is_broken() -> None:
     _, replayer = replayed()
-    lane = replayer.lanes[4]
-    launch, looks = lane.judge_replay, []
+    captured = replayer.buckets[4]
+    launch, looks = captured.judge_replay, []
 
     def imagines(phase) -> None:
         looks.append(phase)
         if len(looks) > 1:
-            lane.fields["cu_seqlens_k"].got[0, 0] += 5
+            captured.fields["cu_seqlens_k"].got[0, 0] += 5
         launch(phase)
 
-    lane.judge_replay = imagines
+    captured.judge_replay = imagines
     with pytest.raises(HarnessError, match=r"reports field cu_seqlens_k, .* where nothing was planted"):
         planted.require_sight(replayer)
 
@@ -223,17 +223,17 @@ def test_what_is_planted_is_not_counted() -> None:
     ids=["schedules and lists", "floats and pools", "windows"],
 )
 def test_every_kind_of_field_can_be_planted(system: str, geometry: Geometry) -> None:
-    job = job_of(system=system, geometry=geometry, buckets=(2,))
-    replayer = job.open(1)
-    replayer.run(job.table([decode_round(2, 30, 21)]))
-    (lane,) = replayer.lanes.values()
-    assert {word.region.name for word in planted._fields(lane)} == set(lane.fields)
-    assert all(math.isfinite(as_float(word.made)) for word in planted._fields(lane) if _is_close(lane, word))
+    setup = setup_of(system=system, geometry=geometry, buckets=(2,))
+    replayer = setup.open(1)
+    replayer.run(setup.table([decode_round(2, 30, 21)]))
+    (captured,) = replayer.buckets.values()
+    assert {word.region.name for word in planted._fields(captured)} == set(captured.fields)
+    assert all(math.isfinite(as_float(word.made)) for word in planted._fields(captured) if _is_close(captured, word))
     planted.require_sight(replayer)
 
 
-def _is_close(lane: Lane, word: planted._Word) -> bool:
-    return lane.layout[word.region.name].compare is Compare.CLOSE
+def _is_close(captured: CapturedBucket, word: planted._Word) -> bool:
+    return captured.layout[word.region.name].compare is Compare.CLOSE
 
 
 @pytest.mark.gpu
@@ -243,8 +243,8 @@ def test_a_gpu_plants_through_its_captured_graphs(monkeypatch: pytest.MonkeyPatc
     before = replayer.arena.words.clone()
     planted.require_sight(replayer)
     assert torch.equal(before, replayer.arena.words)
-    lane = replayer.lanes[4]
-    monkeypatch.setattr(lane, "judge_replay", lambda phase: None)
+    captured = replayer.buckets[4]
+    monkeypatch.setattr(captured, "judge_replay", lambda phase: None)
     with pytest.raises(HarnessError, match="does not see a planted difference"):
         planted.require_sight(replayer)
 
@@ -267,4 +267,4 @@ def test_an_oracle_that_fails_after_a_function_was_replaced_says_which(monkeypat
             pass
 
     with pytest.raises(HarnessError, match=r"oracle of decode cannot be captured: .*; since dsa-verify was imported "):
-        job_of(Cheats).open(1)
+        setup_of(Cheats).open(1)

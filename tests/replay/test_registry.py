@@ -14,7 +14,7 @@ from dsa_verify.contract.finding import Diagnosis
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round
 from dsa_verify.contract.static_inputs import StaticInput, static_inputs
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.systems.catalogue import SYSTEMS
@@ -110,9 +110,9 @@ def test_every_input_of_every_system_is_missed_when_its_tail_is_not_reset(system
     (config, *_) = diagnostic_matrix(known, small() if base == "tiny" else small_of(base), batches=[4], drafts=[2])
     geometry = config.geometry
     for spec in static_inputs(system, geometry):
-        job = Job.make(known, geometry, (4,), 0, None, f"tail_not_reset:{spec.name}", backend())
+        setup = ReplaySetup.make(known, geometry, (4,), 0, None, f"tail_not_reset:{spec.name}", backend())
         rounds = ROUNDS if system != "ragged_verify" else with_verify_lens(ROUNDS)
-        findings = verify_rounds(job, [job.table(rounds)], Counts(), folder=None)
+        findings = verify_rounds(setup, [setup.table(rounds)], Counts(), folder=None)
         assert findings[0].diagnosis is Diagnosis.TAIL_NOT_RESET, (spec.name, findings)
         assert f"input {spec.name}[" in findings[0].sentence
         assert findings[0].field == spec.name
@@ -128,4 +128,4 @@ def with_verify_lens(rounds: list[Round]) -> list[Round]:
 
 def test_an_input_that_is_not_there_is_refused() -> None:
     with pytest.raises(UsageError, match="fault input 'extend_lens' is not in decode; its inputs: seq_lens, req_pool"):
-        Job.make(SYSTEMS["decode"], small(), (4,), 0, None, "tail_not_reset:extend_lens", backend())
+        ReplaySetup.make(SYSTEMS["decode"], small(), (4,), 0, None, "tail_not_reset:extend_lens", backend())

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
-from support import DEVICE, EagerDecode, backend, decode_round, job_of, open_replayer, small
+from support import DEVICE, EagerDecode, backend, decode_round, open_replayer, setup_of, small
 
 from dsa_verify.base.errors import HarnessError, ReplayError
-from dsa_verify.buffers.input_buffers import Feed
+from dsa_verify.buffers.input_buffers import InputBuffers
 from dsa_verify.buffers.region import LOUD_WORD, Kind
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.layout import Dead
@@ -21,7 +21,7 @@ from dsa_verify.judge.judge import Difference, Phase, Tally
 from dsa_verify.replay import compilations
 from dsa_verify.replay.bucket import AddressChange
 from dsa_verify.replay.replayer import Replayer
-from dsa_verify.replay.subject_stages import SubjectFault
+from dsa_verify.replay.subject_stages import SubjectError
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.pipelines.padded import Padded
 from dsa_verify.systems.catalogue import SYSTEMS
@@ -37,9 +37,9 @@ ROUNDS = [
 
 
 def run(subject: Callable[[], EagerDecode], rounds: list[Round], **rest: object) -> Replayer:
-    job = job_of(subject, **rest)  # type: ignore[arg-type]
-    replayer = job.open(len(rounds))
-    replayer.run(job.table(rounds))
+    setup = setup_of(subject, **rest)  # type: ignore[arg-type]
+    replayer = setup.open(len(rounds))
+    replayer.run(setup.table(rounds))
     return replayer
 
 
@@ -54,7 +54,7 @@ def test_a_right_subject_passes_over_interleaved_buckets():
     for bucket, tally in tallies.items():
         assert tally.count() == 0
         assert tally.compared > 0
-        assert replayer.lanes[bucket].rounds == 3
+        assert replayer.buckets[bucket].rounds == 3
     assert replayer.rounds_run == len(ROUNDS)
     assert replayer.address_changes == []
     assert replayer.compilations == []
@@ -68,8 +68,8 @@ def test_the_shipped_subject_compiles_nothing_after_warmup():
 
 def test_only_what_compiles_while_rounds_run_is_counted(monkeypatch: pytest.MonkeyPatch):
     """Not the kernels of whoever explains what was found."""
-    job = job_of(EagerDecode)
-    replayer = job.open(len(ROUNDS))
+    setup = setup_of(EagerDecode)
+    replayer = setup.open(len(ROUNDS))
 
     def compile_one(*_: object) -> bool:
         compilations._note(None, {})
@@ -79,7 +79,7 @@ def test_only_what_compiles_while_rounds_run_is_counted(monkeypatch: pytest.Monk
 
     compile_one()
     assert replayer.compilations == []
-    replayer.replay(job.table(ROUNDS), after_round=compile_one)
+    replayer.replay(setup.table(ROUNDS), after_round=compile_one)
     compile_one()
     assert [(each.round, each.bucket) for each in replayer.compilations] == [
         (i, round_.bucket) for i, round_ in enumerate(ROUNDS)
@@ -90,19 +90,19 @@ def test_capture_executes_nothing_and_warmup_leaves_no_result():
     """Before the first round the counters are those of a fresh start."""
     replayer = open_replayer(EagerDecode)
     assert all(tally == Tally(compared=0, differing={}, first=()) for tally in replayer.poll().values())
-    assert replayer.feed.round_index.tolist() == [-1]
+    assert replayer.input_buffers.round_index.tolist() == [-1]
 
 
 def test_after_round_can_stop_a_run():
-    job = job_of(EagerDecode)
-    replayer = job.open(8)
+    setup = setup_of(EagerDecode)
+    replayer = setup.open(8)
     seen: list[tuple[int, int]] = []
 
-    def stop_at_third(lane, row: int) -> bool:
-        seen.append((lane.bucket, row))
+    def stop_at_third(captured, row: int) -> bool:
+        seen.append((captured.bucket, row))
         return row == 2
 
-    replayer.replay(job.table(ROUNDS), after_round=stop_at_third)
+    replayer.replay(setup.table(ROUNDS), after_round=stop_at_third)
     assert seen == [(4, 0), (2, 1), (4, 2)]
     assert replayer.rounds_run == 3
 
@@ -115,7 +115,7 @@ def test_a_run_tells_of_its_rounds_and_is_told_of_before_it_is_launched(one_by_o
         def before_replay(self) -> None:
             told.append("before_replay")
 
-    table = job_of(Tells).table(ROUNDS[:2])
+    table = setup_of(Tells).table(ROUNDS[:2])
     sizes = {"capacity": 2, "remap_slots": table.remap_rows.shape[1]}
     replayer = Replayer(SYSTEMS["decode"], small(), (4, 2), Tells, backend(), **sizes, on_launch=told.append)
     told.clear()
@@ -127,14 +127,14 @@ def test_a_run_tells_of_its_rounds_and_is_told_of_before_it_is_launched(one_by_o
 
 
 def test_what_is_observed_is_what_was_seen_so_far():
-    job = job_of(WrongFrom)
-    replayer = job.open(len(ROUNDS))
+    setup = setup_of(WrongFrom)
+    replayer = setup.open(len(ROUNDS))
     assert replayer.observe().first_wrong_round is None
-    assert replayer.run(job.table(ROUNDS[1:2])).first_wrong_round is None
-    seen = replayer.run(job.table(ROUNDS))
+    assert replayer.run(setup.table(ROUNDS[1:2])).first_wrong_round is None
+    seen = replayer.run(setup.table(ROUNDS))
     assert seen.first_wrong_round == 1, "the first of the second table"
     assert seen.tallies == replayer.poll()
-    judged = {field.name for field in replayer.lanes[4].layout if field.alias is None}
+    judged = {field.name for field in replayer.buckets[4].layout if field.alias is None}
     assert {bucket: (each.rounds, each.fields) for bucket, each in seen.buckets.items()} == {
         4: (3, len(judged)),
         2: (4, len(judged)),
@@ -154,16 +154,16 @@ def test_after_a_reset_the_same_rounds_show_the_same_again():
     """Outputs that a stale poison leaves, pages that a remap moved, an address that changed, and every counter."""
 
     def seen_in(rounds: list[Round]) -> tuple[object, ...]:
-        seen = replayer.run(job.table(rounds))
+        seen = replayer.run(setup.table(rounds))
         first = {
             bucket: [(each.round, each.phase, each.region, each.row, each.got) for each in tally.first]
             for bucket, tally in seen.tallies.items()
         }
         return first, seen.tallies, {bucket: each.rounds for bucket, each in seen.buckets.items()}
 
-    job = job_of(NeverWrites)
+    setup = setup_of(NeverWrites)
     rounds = [decode_round(4, 5, 6, poison="stale", remap=(1,)), decode_round(2, 9, poison="stale", twice=True)]
-    replayer = job.open(len(ROUNDS), resettable=True)
+    replayer = setup.open(len(ROUNDS), resettable=True)
     first = seen_in(rounds)
     assert seen_in(rounds) != first, "the rounds before are still seen"
     seen_in([decode_round(bucket, 9, 8, poison="plausible", remap=(1, 2)) for bucket in (4, 2)])
@@ -242,8 +242,8 @@ def test_outputs_outside_of_the_arena_are_judged_and_poisoned():
     replayer = run(OwnBuffers, ROUNDS)
     assert not differences(replayer)
     assert all(tally.compared for tally in replayer.poll().values())
-    for lane in replayer.lanes.values():
-        assert (lane.buffers["page_table_1"] == LOUD_WORD).all(), "the buffers it was offered are not written"
+    for captured in replayer.buckets.values():
+        assert (captured.buffers["page_table_1"] == LOUD_WORD).all(), "the buffers it was offered are not written"
 
 
 class OwnAndWrong(OwnBuffers):
@@ -362,9 +362,9 @@ def test_the_ledger_names_the_round_in_which_an_output_moved(subject: type[Rebin
 
 
 def test_the_ledger_sees_a_change_of_shape_when_it_is_polled():
-    job = job_of(Reshapes, buckets=(4,))
-    replayer = job.open(6)
-    replayer.replay(job.table([decode_round(4, 5)] * 6))
+    setup = setup_of(Reshapes, buckets=(4,))
+    replayer = setup.open(6)
+    replayer.replay(setup.table([decode_round(4, 5)] * 6))
     assert replayer.address_changes == []
     replayer.poll()
     (seen,) = replayer.address_changes
@@ -462,7 +462,7 @@ class Transposed(Returns):
     ],
 )
 def test_wrong_outputs_are_named_with_what_they_must_be(subject: type[Returns], text: str):
-    with pytest.raises(SubjectFault) as caught:
+    with pytest.raises(SubjectError) as caught:
         open_replayer(subject)
     assert str(caught.value) == text
     assert (caught.value.stage, caught.value.bucket, caught.value.kind) == ("allocate", 4, "wrong outputs")
@@ -503,19 +503,19 @@ class AliasOfAdjacentRows(OwnerOfLongRows):
 def test_an_alias_has_the_rows_of_its_owner():
     one_table = small(page_size=1)
     assert not differences(run(OwnerOfLongRows, ROUNDS[:1], geometry=one_table))
-    with pytest.raises(SubjectFault, match=r"real_page_table has strides \[37, 1\], as a view of page_table_1 it must"):
+    with pytest.raises(SubjectError, match=r"real_page_table has strides \[37, 1\], as a view of page_table_1 it must"):
         open_replayer(AliasOfAdjacentRows, geometry=one_table)
 
 
 def test_every_wrong_output_is_named_at_once():
-    with pytest.raises(SubjectFault) as caught:
+    with pytest.raises(SubjectError) as caught:
         open_replayer(Everything)
     for field in SYSTEMS["decode"].layout(small(), 4):
         assert f"{field.name} is missing (int32 {list(field.shape)}" in str(caught.value)
 
 
 def test_outputs_whose_rows_are_torn_are_wrong_outputs():
-    with pytest.raises(SubjectFault, match="page_table_1"):
+    with pytest.raises(SubjectError, match="page_table_1"):
         open_replayer(Transposed)
 
 
@@ -550,7 +550,7 @@ def test_a_subject_that_raises_says_where(stage: str):
     subject: Callable[[], EagerDecode] = (
         factory_that_raises if stage == "construct" else type("Raises", (RaisesAt,), {"stage": stage})
     )
-    with pytest.raises(SubjectFault) as caught:
+    with pytest.raises(SubjectError) as caught:
         run(subject, ROUNDS[:1] * 4, buckets=(4,))
     assert (caught.value.stage, caught.value.kind) == (stage, f"raises in {stage}")
     where = "factory_that_raises" if stage == "construct" else "fail"
@@ -581,7 +581,7 @@ def test_a_subject_that_exits_is_its_own_failure(stage: str, method: str) -> Non
                 raise SystemExit(0)
 
     with pytest.raises(
-        SubjectFault, match=rf"raised SystemExit: 0 \({method if stage != 'replay' else 'before_replay'}, "
+        SubjectError, match=rf"raised SystemExit: 0 \({method if stage != 'replay' else 'before_replay'}, "
     ):
         run(Exits, ROUNDS)
 
@@ -594,7 +594,7 @@ def test_what_is_ready_before_the_graph_is_named_by_fields(names: object, word: 
         ready_before_graph = names
 
     with pytest.raises(
-        SubjectFault, match=f"ready_before_graph: '{word}' is no field; it is a tuple of names of cache_"
+        SubjectError, match=f"ready_before_graph: '{word}' is no field; it is a tuple of names of cache_"
     ):
         run(Ready, ROUNDS)
 
@@ -609,7 +609,7 @@ def test_a_subject_that_raises_under_capture_only():
             raise ValueError("broken")
 
     subject.in_graph = in_graph  # type: ignore[attr-defined]
-    with pytest.raises(SubjectFault, match="ValueError: broken") as caught:
+    with pytest.raises(SubjectError, match="ValueError: broken") as caught:
         open_replayer(subject)
     assert (caught.value.stage, caught.value.kind) == ("capture", "raises in capture")
 
@@ -621,7 +621,7 @@ class Synchronises(EagerDecode):
 
 
 def test_a_subject_that_reads_on_the_host_in_capture():
-    with pytest.raises(SubjectFault, match="cannot be captured while doing") as caught:
+    with pytest.raises(SubjectError, match="cannot be captured while doing") as caught:
         open_replayer(Synchronises)
     assert caught.value.kind == "synchronises in capture"
 
@@ -642,7 +642,7 @@ class KeepsInReplay(EagerDecode):
 def test_allocations_kept_by_before_replay_are_refused_after_the_first_round():
     lazy = type("Lazy", (KeepsInReplay,), {"limit": 1})
     assert not differences(run(lazy, ROUNDS[:1] * 6, buckets=(4,)))
-    with pytest.raises(SubjectFault, match=r"keeps 1 new allocation\(s\), the first 400 bytes made by") as caught:
+    with pytest.raises(SubjectError, match=r"keeps 1 new allocation\(s\), the first 400 bytes made by") as caught:
         run(type("Greedy", (KeepsInReplay,), {"limit": 2}), ROUNDS[:1] * 6, buckets=(4,))
     assert (caught.value.kind, caught.value.round) == ("allocates in replay", 1)
 
@@ -664,7 +664,7 @@ class WritesAt(EagerDecode):
 
 STRIDED = small(input_view="strided")
 WIDTH, ROWS = STRIDED.token_columns, STRIDED.request_rows
-PITCH = Feed("decode", STRIDED, 4, DEVICE, capacity=1, remap_slots=0).inputs(4)[0].req_to_token.stride(0)
+PITCH = InputBuffers("decode", STRIDED, 4, DEVICE, capacity=1, remap_slots=0).inputs(4)[0].req_to_token.stride(0)
 
 
 @pytest.mark.parametrize(
@@ -700,7 +700,7 @@ def test_what_is_written_around_an_input_is_found(name: str, at: int, geometry: 
     """In the last case bucket 2 writes a row that belongs to bucket 4 only."""
     only = 2 if "overwritten" in text else 4
     subject = type("Writes", (WritesAt,), {"name": name, "at": at, "only": only})
-    findings = confirm(job_of(subject, geometry=geometry), ROUNDS)
+    findings = confirm(setup_of(subject, geometry=geometry), ROUNDS)
     (sentence,) = [finding.sentence for finding in findings]
     assert text in sentence
     assert {finding.bucket for finding in findings} == {only}
@@ -726,7 +726,7 @@ class SwapsStrides(EagerDecode):
 
 @pytest.mark.parametrize("form, wrong", [("plain", False), ("strided", True)])
 def test_a_stride_that_is_another_inputs_is_found(form: str, wrong: bool):
-    findings = confirm(job_of(SwapsStrides, geometry=small(input_view=form)), ROUNDS)
+    findings = confirm(setup_of(SwapsStrides, geometry=small(input_view=form)), ROUNDS)
     assert ({"cache_seqlens_int32", "page_table_1"} <= {finding.field for finding in findings}) is wrong
     assert bool(findings) is wrong
 
@@ -743,9 +743,9 @@ class WritesConstant(Padded):
 
 @pytest.mark.parametrize("buckets", [(4,), (4, 2), (4, 4)])
 def test_a_constant_that_is_written_is_found_whatever_bucket_comes_last(buckets: tuple[int, ...]):
-    job = job_of(WritesConstant, system="padded", geometry=Geometry.resolve("tiny_v4"), buckets=(4, 2))
+    setup = setup_of(WritesConstant, system="padded", geometry=Geometry.resolve("tiny_v4"), buckets=(4, 2))
     rounds = [decode_round(bucket, 5 + i, 6) for i, bucket in enumerate(buckets)]
-    (finding,) = verify_rounds(job, [job.table(rounds)], Counts(), folder=None)
+    (finding,) = verify_rounds(setup, [setup.table(rounds)], Counts(), folder=None)
     assert (finding.bucket, finding.round) == (4, 0)
     assert finding.sentence.startswith("input overwritten: full_to_swa[3] is -7 after the replay, it was ")
 
@@ -788,11 +788,11 @@ def test_an_oracle_that_cannot_be_replayed_is_the_harness_own_fault_too():
             raise ReplayError("a buffer is gone")
 
     replayer = open_replayer(EagerDecode)
-    for lane in replayer.lanes.values():
-        lane.oracle_graph = Gone()
-    bucket = max(replayer.lanes)
+    for captured in replayer.buckets.values():
+        captured.oracle_graph = Gone()
+    bucket = max(replayer.buckets)
     with pytest.raises(HarnessError, match="cannot be replayed: a buffer is gone"):
-        replayer.run(job_of(EagerDecode, buckets=tuple(replayer.lanes)).table([decode_round(bucket, 5)]))
+        replayer.run(setup_of(EagerDecode, buckets=tuple(replayer.buckets)).table([decode_round(bucket, 5)]))
 
 
 def test_a_dead_rule_that_cannot_be_judged_is_refused_not_ignored():
@@ -805,7 +805,7 @@ def test_a_dead_rule_that_cannot_be_judged_is_refused_not_ignored():
 
 def test_an_oracle_that_writes_beyond_its_buffers_is_seen():
     replayer = replayer_with_oracle(OracleOutOfBounds)
-    replayer.run(job_of(EagerDecode, buckets=(2,)).table([decode_round(2, 5)], 0))
+    replayer.run(setup_of(EagerDecode, buckets=(2,)).table([decode_round(2, 5)], 0))
     assert {d.region.kind for d in differences(replayer)} == {Kind.ORACLE_GUARD}
 
 

@@ -20,7 +20,7 @@ from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.graphs import open_backend
 from dsa_verify.judge.law_regions import scheduled
 from dsa_verify.judge.schedule_laws import Law
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.pipelines.schedule_life import OutOfGraph, Residual
@@ -40,9 +40,9 @@ ROUNDS = [
 ]
 
 
-def job_of(subject: object, preset: str = "tiny_pool", **overrides: object) -> Job:
+def setup_of(subject: object, preset: str = "tiny_pool", **overrides: object) -> ReplaySetup:
     geometry = Geometry.resolve(preset, {"draft_tokens": 3, **overrides})
-    return Job.make(VERIFY, geometry, (4,), 0, subject, None, open_backend(DEVICE))  # type: ignore[arg-type]
+    return ReplaySetup.make(VERIFY, geometry, (4,), 0, subject, None, open_backend(DEVICE))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("subject", LIVES)
@@ -57,8 +57,8 @@ def job_of(subject: object, preset: str = "tiny_pool", **overrides: object) -> J
     ids=str,
 )
 def test_each_life_is_right(subject: str, overrides: dict[str, object]) -> None:
-    job, counts = job_of(subject, **overrides), Counts()
-    assert verify_rounds(job, [job.table(ROUNDS)], counts, folder=None) == []
+    setup, counts = setup_of(subject, **overrides), Counts()
+    assert verify_rounds(setup, [setup.table(ROUNDS)], counts, folder=None) == []
     assert counts.rounds_checked == len(ROUNDS)
 
 
@@ -72,20 +72,20 @@ class ResidualFromCaptured(Residual):
 
 def test_the_residual_is_right_before_the_graph_while_the_rest_is_poison() -> None:
     """Old metadata is poisoned; both schedules must be right already, everything else must not be."""
-    job = job_of("residual")
-    replayer = job.open(len(ROUNDS))
-    lane = replayer.lanes[4]
-    replayer.feed.upload(job.table(ROUNDS))
-    addresses = {name: tensor.data_ptr() for name, tensor in lane.buffers.items()}
+    setup = setup_of("residual")
+    replayer = setup.open(len(ROUNDS))
+    captured = replayer.buckets[4]
+    replayer.input_buffers.upload(setup.table(ROUNDS))
+    addresses = {name: tensor.data_ptr() for name, tensor in captured.buffers.items()}
     for _ in ROUNDS:
-        lane.prepare()
-        lane.oracle_graph.replay()
-        lane.subject.before_replay()
+        captured.prepare()
+        captured.oracle_graph.replay()
+        captured.subject.before_replay()
         for name in (FULL, POOLED):
-            assert torch.equal(lane.buffers[name], lane.oracle_buffers[name]), name
+            assert torch.equal(captured.buffers[name], captured.oracle_buffers[name]), name
         for name in ("dsa_seqlens_expanded", "paged_mqa_ctx_lens_2d", WRITE_PLAN + "pool_seqlens_per_q"):
-            assert (lane.buffers[name] == LOUD_WORD).all(), name
-        lane.subject_graph.replay()
+            assert (captured.buffers[name] == LOUD_WORD).all(), name
+        captured.subject_graph.replay()
         for name in (
             FULL,
             POOLED,
@@ -93,19 +93,21 @@ def test_the_residual_is_right_before_the_graph_while_the_rest_is_poison() -> No
             WRITE_PLAN + "pool_seqlens_per_q",
             WRITE_PLAN + "write_start",
         ):
-            assert torch.equal(lane.buffers[name], lane.oracle_buffers[name]), name
-    assert {name: tensor.data_ptr() for name, tensor in lane.buffers.items()} == addresses
+            assert torch.equal(captured.buffers[name], captured.oracle_buffers[name]), name
+    assert {name: tensor.data_ptr() for name, tensor in captured.buffers.items()} == addresses
 
 
 def test_a_residual_from_captured_lengths_is_caught_before_the_graph() -> None:
-    findings = confirm(job_of(ResidualFromCaptured), ROUNDS)
+    findings = confirm(setup_of(ResidualFromCaptured), ROUNDS)
     assert {finding.field for finding in findings} == {FULL, POOLED}
     assert all(finding.sentence.startswith("before the graph replays: ") for finding in findings)
 
 
 def test_a_schedule_finding_says_what_becomes_of_the_tiles() -> None:
-    job = Job.make(VERIFY, job_of("triton").geometry, (4,), 0, "triton", f"not_refreshed:{FULL}", open_backend(DEVICE))
-    (finding,) = confirm(job, [dataclasses.replace(round_, poison="stale") for round_ in ROUNDS])
+    setup = ReplaySetup.make(
+        VERIFY, setup_of("triton").geometry, (4,), 0, "triton", f"not_refreshed:{FULL}", open_backend(DEVICE)
+    )
+    (finding,) = confirm(setup, [dataclasses.replace(round_, poison="stale") for round_ in ROUNDS])
     assert finding.diagnosis is Diagnosis.STALE
     law = finding.sentence.partition("still holds; ")[2]
     assert re.search(r"SM \d+|row \d+", law), finding.sentence
@@ -117,8 +119,8 @@ def test_a_schedule_finding_says_what_becomes_of_the_tiles() -> None:
 def test_the_matrix_has_every_life(subject: str) -> None:
     """One configuration here; all sixteen on a GPU."""
     for config in diagnostic_matrix(VERIFY, Geometry.resolve("tiny_pool"), batches=[4], drafts=[2], rounds=9):
-        job = Job.make(VERIFY, config.geometry, config.buckets, 0, subject, None, open_backend(DEVICE))
-        assert verify_rounds(job, config.chunks(), Counts(), folder=None) == []
+        setup = ReplaySetup.make(VERIFY, config.geometry, config.buckets, 0, subject, None, open_backend(DEVICE))
+        assert verify_rounds(setup, config.chunks(), Counts(), folder=None) == []
 
 
 def test_the_lengths_of_every_schedule_are_fields() -> None:
@@ -150,8 +152,8 @@ class Leading(OutOfGraph):
 def test_a_law_sees_what_subject_and_oracle_agree_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both build the same wrong schedule: no comparison can tell, the law does, and names the SM."""
     monkeypatch.setattr("oracles.indexer.schedule", leading)
-    job = job_of(Leading)
-    findings = verify_rounds(job, [job.table(ROUNDS)], Counts(), folder=None)
+    setup = setup_of(Leading)
+    findings = verify_rounds(setup, [setup.table(ROUNDS)], Counts(), folder=None)
     assert {finding.diagnosis for finding in findings} == {Diagnosis.LAW_BROKEN}
     assert {finding.contract for finding in findings} == {("docs/contract/3-schedule.md#3.5",)}
     assert {finding.field for finding in findings} <= {FULL, POOLED}
@@ -176,8 +178,8 @@ class Strided(OutOfGraph):
 
 def test_a_schedule_that_is_not_contiguous_is_refused() -> None:
     """Law 7 of contract 3.5; without it the other laws could not be looked at either."""
-    job = job_of(Strided)
-    (finding,) = verify_rounds(job, [job.table(ROUNDS)], Counts(), folder=None)
+    setup = setup_of(Strided)
+    (finding,) = verify_rounds(setup, [setup.table(ROUNDS)], Counts(), folder=None)
     assert finding.diagnosis is Diagnosis.WRONG_OUTPUTS
     assert finding.sentence == (
         f"wrong outputs: bucket 4: {POOLED} has strides [4, 1]; DeepGEMM needs it contiguous, with strides [2, 1] "

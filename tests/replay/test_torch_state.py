@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import EagerDecode, decode_round, job_of
+from support import EagerDecode, decode_round, setup_of
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -91,8 +91,8 @@ def made(name: str, stage: str, at: int = 1) -> type:
 
 
 def verify(subject: type, rounds: list[Round] = ROUNDS, folder: Path | None = None) -> list[Finding]:
-    job = job_of(subject)
-    return verify_rounds(job, [job.table(rounds)], Counts(), folder=folder)
+    setup = setup_of(subject)
+    return verify_rounds(setup, [setup.table(rounds)], Counts(), folder=folder)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import DEVICE, EagerDecode, decode_round, job_of
+from support import DEVICE, EagerDecode, decode_round, setup_of
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.base.small_file import MAX_CASE_BYTES
@@ -124,7 +124,7 @@ def test_replays_of_a_campaign_name_the_subject_of_its_plan(tmp_path: Path) -> N
 
 def test_a_repeat_runs_what_the_plan_names_and_nothing_else(tmp_path: Path) -> None:
     folder, case = shard_folder(tmp_path, 0), tmp_path / "case.json"
-    scenario = job_of("support:EagerDecode").scenario([decode_round(2, 5)])
+    scenario = setup_of("support:EagerDecode").scenario([decode_round(2, 5)])
     case.write_text(scenario.to_json())
     for subject in ("support:EagerDecode", "triton"):
         plan = Plan(systems=("decode",), subject=subject)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import DEVICE, EagerDecode, backend, decode_round, job_of, small
+from support import DEVICE, EagerDecode, backend, decode_round, setup_of, small
 
 from dsa_verify.base import atomic_write as whole_files
 from dsa_verify.base.errors import DeviceLost, HarnessError
@@ -18,7 +18,7 @@ from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.round import Round, read_case
 from dsa_verify.contract.round_table import RoundTable
 from dsa_verify.contract.subject import Buffers, Inputs
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import Config, diagnostic_matrix
 from dsa_verify.run import verify as verify_module
 from dsa_verify.run.runner import Run, Runner, open_run
@@ -46,8 +46,8 @@ def verify(
     folder: Path | None, rounds: list[Round] = ROUNDS, subject: object = EAGER, fault: str | None = None, **rest: object
 ) -> tuple[list[Finding], Counts]:
     counts = Counts()
-    job = job_of(subject, fault=fault)  # type: ignore[arg-type]
-    findings = verify_rounds(job, [job.table(rounds)], counts, folder=folder, **rest)  # type: ignore[arg-type]
+    setup = setup_of(subject, fault=fault)  # type: ignore[arg-type]
+    findings = verify_rounds(setup, [setup.table(rounds)], counts, folder=folder, **rest)  # type: ignore[arg-type]
     return findings, counts
 
 
@@ -194,17 +194,17 @@ def test_a_journal_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: p
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the fault is real and ends the process; see tests/gpu")
 def test_a_lost_device_is_told_where_nothing_can_be_saved(folder: Path, monkeypatch: pytest.MonkeyPatch):
     full_disk(monkeypatch)
-    job = job_of(EAGER, fault="lost_device")
+    setup = setup_of(EAGER, fault="lost_device")
     with pytest.raises(DeviceLost, match=r"illegal memory .*; the rounds up to then could not be saved: No space left"):
-        verify_rounds(job, [job.table(ROUNDS)], Counts(), folder=folder)
+        verify_rounds(setup, [setup.table(ROUNDS)], Counts(), folder=folder)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the fault is real and ends the process; see tests/gpu")
 def test_a_lost_device_saves_the_rounds_up_to_then(folder: Path):
     counts = Counts()
-    job = job_of(EAGER, fault="lost_device")
+    setup = setup_of(EAGER, fault="lost_device")
     with pytest.raises(DeviceLost) as caught:
-        verify_rounds(job, [job.table(ROUNDS)], counts, folder=folder)
+        verify_rounds(setup, [setup.table(ROUNDS)], counts, folder=folder)
     (path,) = folder.iterdir()
     assert str(caught.value).endswith(f"; the rounds up to then are in {path}")
     assert "illegal memory access" in str(caught.value)
@@ -214,10 +214,10 @@ def test_a_lost_device_saves_the_rounds_up_to_then(folder: Path):
     assert counts.replays < len(ROUNDS)
 
 
-def oracle_job(oracle: type) -> Job:
-    job = job_of(EAGER)
-    system = dataclasses.replace(job.system, oracle=f"{__name__}:{oracle.__name__}")
-    return dataclasses.replace(job, system=system)
+def oracle_setup(oracle: type) -> ReplaySetup:
+    setup = setup_of(EAGER)
+    system = dataclasses.replace(setup.system, oracle=f"{__name__}:{oracle.__name__}")
+    return dataclasses.replace(setup, system=system)
 
 
 class OracleOutOfBounds(EagerDecode):
@@ -234,9 +234,9 @@ class OracleThatRaises(EagerDecode):
 
 @pytest.mark.parametrize("oracle, text", [(OracleOutOfBounds, "wrote beyond its buffer"), (OracleThatRaises, "broken")])
 def test_a_broken_oracle_gives_no_verdict(folder: Path, oracle: type, text: str):
-    job = oracle_job(oracle)
+    setup = oracle_setup(oracle)
     with pytest.raises(HarnessError, match=text):
-        verify_rounds(job, [job.table(ROUNDS)], Counts(), folder=folder)
+        verify_rounds(setup, [setup.table(ROUNDS)], Counts(), folder=folder)
 
 
 # The journal ---------------------------------------------------------------------------------------------------------
@@ -312,14 +312,14 @@ def chunks_of(*sizes: int) -> Iterator[list[Round]]:
 
 def test_a_finding_in_a_later_chunk_names_its_round_and_keeps_its_case_short(folder: Path):
     counts, pulled = Counts(), []
-    job = job_of(f"{__name__}:WrongFrom")
+    setup = setup_of(f"{__name__}:WrongFrom")
 
     def tables() -> Iterator[RoundTable]:
         for rounds in chunks_of(3, 4, 5, 6):
             pulled.append(len(rounds))
-            yield job.table(rounds, 0)
+            yield setup.table(rounds, 0)
 
-    (finding,) = verify_rounds(job, tables(), counts, folder=folder)
+    (finding,) = verify_rounds(setup, tables(), counts, folder=folder)
     assert pulled == [3, 4, 5], "what comes after the finding is not drawn"
     assert counts.replays == 12
     scenario = read_case(Path(finding.case or ""))
@@ -330,10 +330,10 @@ def test_a_finding_in_a_later_chunk_names_its_round_and_keeps_its_case_short(fol
 def test_the_evidence_of_two_chunks_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Where the newest rounds alone do not show it, the chunk before is used too."""
     tried = []
-    monkeypatch.setattr(verify_module, "confirm", lambda job, rounds: tried.append(list(rounds)) or [])
-    job = job_of(f"{__name__}:WrongFrom")
+    monkeypatch.setattr(verify_module, "confirm", lambda setup, rounds: tried.append(list(rounds)) or [])
+    setup = setup_of(f"{__name__}:WrongFrom")
     chunks = list(chunks_of(3, 4, 5))
-    (finding,) = verify_rounds(job, (job.table(rounds, 0) for rounds in chunks), Counts(), folder=folder)
+    (finding,) = verify_rounds(setup, (setup.table(rounds, 0) for rounds in chunks), Counts(), folder=folder)
     assert [len(rounds) for rounds in tried] == [1, 2, 3, 6]
     assert tried[-1] == (chunks[1] + chunks[2])[:6]
     assert finding.diagnosis is Diagnosis.FLAKY

@@ -1,4 +1,4 @@
-"""What several test files need: the device, an eager decode subject made from scratch, and the short way to a job."""
+"""What several test files need: the device, an eager decode subject made from scratch, and the short way to a setup."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsa_verify.contract.round import Round
 from dsa_verify.contract.subject import Buffers, Inputs, SubjectFactory
 from dsa_verify.graphs import Backend, open_backend
 from dsa_verify.replay.replayer import Replayer
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.systems.catalogue import SYSTEMS
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -33,19 +33,19 @@ def small(**changes: object) -> Geometry:
     return Geometry.resolve("tiny", {**SMALL, **changes})
 
 
-def job_of(
+def setup_of(
     subject: str | SubjectFactory | None = None,
     *,
     system: str = "decode",
     buckets: tuple[int, ...] = (4, 2),
     fault: str | None = None,
     geometry: Geometry | None = None,
-) -> Job:
-    return Job.make(SYSTEMS[system], geometry or small(), buckets, 0, subject, fault, backend())
+) -> ReplaySetup:
+    return ReplaySetup.make(SYSTEMS[system], geometry or small(), buckets, 0, subject, fault, backend())
 
 
 def open_replayer(subject: SubjectFactory, rounds: int = 8, **rest: object) -> Replayer:
-    return job_of(subject, **rest).open(rounds)  # type: ignore[arg-type]
+    return setup_of(subject, **rest).open(rounds)  # type: ignore[arg-type]
 
 
 def decode_round(bucket: int, *seq_lens: int, **rest: object) -> Round:

@@ -11,7 +11,7 @@ from support import EagerDecode, backend, decode_round, small
 
 from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.round import Round
-from dsa_verify.replay.setup import Job
+from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.systems.catalogue import SYSTEMS
 from dsa_verify.waivers.waivers import Ledger, parse_ledger
@@ -57,9 +57,9 @@ def verify(
     subject: type, ledger: Ledger, rounds: list[Round] = ROUNDS, fault: str | None = None
 ) -> tuple[list[Finding], Counts]:
     buckets = tuple(dict.fromkeys(round_.bucket for round_ in rounds))
-    job = Job.make(SYSTEMS["decode"], small(), buckets, 0, subject, fault, backend(), ledger)
+    setup = ReplaySetup.make(SYSTEMS["decode"], small(), buckets, 0, subject, fault, backend(), ledger)
     counts = Counts()
-    return verify_rounds(job, [job.table(rounds)], counts, folder=None), counts
+    return verify_rounds(setup, [setup.table(rounds)], counts, folder=None), counts
 
 
 def judge(subject: type, ledger: Ledger, fault: str | None = None) -> tuple[list[Finding], Counts]:

@@ -1,4 +1,4 @@
-"""Feed: what lies there after each step is what the rounds say, on both sides and in every form."""
+"""InputBuffers: what lies there after each step is what the rounds say, on both sides and in every form."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import DEVICE, small
 
-from dsa_verify.buffers.input_buffers import Feed
+from dsa_verify.buffers.input_buffers import InputBuffers
 from dsa_verify.buffers.region import Kind, guard_regions, input_regions
 from dsa_verify.contract.finding import Diagnosis
 from dsa_verify.contract.geometry import INDEX_DTYPES, INPUT_VIEWS, PADDED_MODES, Geometry
@@ -31,8 +31,10 @@ from dsa_verify.systems.catalogue import SYSTEMS
 WIDEST = 6
 
 
-def make_feed(system: str, geometry: Geometry, capacity: int = 32, remap_slots: int = REMAPS_PER_ROUND) -> Feed:
-    return Feed(system, geometry, WIDEST, DEVICE, capacity=capacity, remap_slots=remap_slots)
+def make_input_buffers(
+    system: str, geometry: Geometry, capacity: int = 32, remap_slots: int = REMAPS_PER_ROUND
+) -> InputBuffers:
+    return InputBuffers(system, geometry, WIDEST, DEVICE, capacity=capacity, remap_slots=remap_slots)
 
 
 def table_of(system: str, geometry: Geometry, *rounds: Round, remap_slots: int = REMAPS_PER_ROUND) -> RoundTable:
@@ -64,8 +66,8 @@ class Model:
                 shared = pages * self.geometry.allocator_page
                 self.table[row, :shared] = before[origin, :shared]
 
-    def check(self, feed: Feed) -> None:
-        for inputs in feed.inputs(WIDEST):
+    def check(self, input_buffers: InputBuffers) -> None:
+        for inputs in input_buffers.inputs(WIDEST):
             assert inputs.seq_lens.tolist() == self.seq_lens.tolist()
             assert inputs.req_pool_indices.tolist() == self.requests.tolist()
             assert np.array_equal(inputs.req_to_token.cpu().numpy(), self.table)
@@ -85,22 +87,22 @@ def test_every_step_writes_its_round_and_nothing_else(system: str, form: str, dt
         request_rows=WIDEST + 3, input_view=form, index_dtype=dtype, draft_tokens=2 if SYSTEMS[system].drafts else 1
     )
     config = Config(system=SYSTEMS[system], geometry=geometry, buckets=(WIDEST, 2), rounds=40, seed=3)
-    feed, model = make_feed(system, geometry), Model(system, geometry)
-    model.check(feed)
+    input_buffers, model = make_input_buffers(system, geometry), Model(system, geometry)
+    model.check(input_buffers)
     steps = remaps = prefixes = 0
     for table in config.chunks():
-        feed.upload(table)
+        input_buffers.upload(table)
         for i in range(len(table)):
             bucket = int(table.bucket[i])
-            control, poison = feed.control(bucket)
-            feed.step(bucket)
+            control, poison = input_buffers.control(bucket)
+            input_buffers.step(bucket)
             model.step(table, i)
-            model.check(feed)
+            model.check(input_buffers)
             assert control.live_tokens.tolist() == table.live_tokens[i].tolist()
             assert control.token_rows.tolist() == [table.token_rows[i]]
             assert control.row_request.tolist() == table.row_request[i].tolist()
             assert poison.tolist() == [table.poison[i]]
-            assert feed.round_index.tolist() == [steps]
+            assert input_buffers.round_index.tolist() == [steps]
             steps += 1
             remaps += int((table.remap_rows[i] >= 0).sum())
             prefixes += int((table.remap_pages[i] > 0).sum())
@@ -121,56 +123,56 @@ def test_a_prefix_is_what_the_origin_had_in_the_round_before():
         Round(**moved, remap=(4,)),
         Round(**moved, remap=(6,), prefixes=((6, 3, whole),)),
     )
-    feed = make_feed("decode", geometry)
+    input_buffers = make_input_buffers("decode", geometry)
 
     def drawn(row: int, generation: int) -> list[int]:
         return (token_slots(geometry, np.array([row]), np.array([generation]))[0, ::page] // page).tolist()
 
     def held(row: int) -> list[int]:
-        tables = [inputs.req_to_token[row, ::page].tolist() for inputs in feed.inputs(WIDEST)]
+        tables = [inputs.req_to_token[row, ::page].tolist() for inputs in input_buffers.inputs(WIDEST)]
         assert tables[0] == tables[1]
         return [slot // page for slot in tables[0]]
 
-    feed.upload(table)
-    feed.step(2)
+    input_buffers.upload(table)
+    input_buffers.step(2)
     assert held(3) == drawn(4, 0)[:2] + drawn(3, 1)[2:]
     assert held(4) == drawn(3, 0)[:1] + drawn(4, 1)[1:]
     assert held(5) == drawn(5, 0)[:3] + drawn(5, 1)[3:]
-    feed.step(2)
+    input_buffers.step(2)
     assert held(4) == drawn(4, 2), "whoever moves on without a prefix shares nothing"
     assert held(3) == drawn(4, 0)[:2] + drawn(3, 1)[2:], "pages stay with those that took them"
-    feed.step(2)
+    input_buffers.step(2)
     assert held(6) == held(3)
 
 
 def test_floors_of_requests_reach_both_sides_and_pad_rows_keep_the_one_of_all():
     geometry = Geometry.resolve("tiny_v4", {"request_floors": True, "replay_floor": 3, "request_rows": 9})
-    feed = make_feed("padded", geometry)
+    input_buffers = make_input_buffers("padded", geometry)
     rounds = (
         Round(bucket=4, seq_lens=(5, 6, 7, 8), requests=(3, 4, 5, 6), replay_floors=(2, 0, 7, 5)),
         Round(bucket=4, seq_lens=(5,), requests=(3,), replay_floors=(4,)),
         Round(bucket=2, seq_lens=(5, 6), requests=(3, 4)),
     )
-    feed.upload(table_of("padded", geometry, *rounds))
+    input_buffers.upload(table_of("padded", geometry, *rounds))
     for bucket, floors in ((4, [2, 0, 7, 5]), (4, [4, 3, 3, 3]), (2, [3, 3])):
-        feed.step(bucket)
-        for inputs in feed.inputs(bucket):
+        input_buffers.step(bucket)
+        for inputs in input_buffers.inputs(bucket):
             assert inputs.replay_floors is not None
             assert inputs.replay_floors.tolist() == floors
-    assert make_feed("padded", geometry.replace(request_floors=False)).inputs(2)[0].replay_floors is None
+    assert make_input_buffers("padded", geometry.replace(request_floors=False)).inputs(2)[0].replay_floors is None
 
 
 def test_the_model_sees_a_step_that_forgets_the_oracle(monkeypatch: pytest.MonkeyPatch):
     geometry = small()
-    feed, model = make_feed("decode", geometry), Model("decode", geometry)
+    input_buffers, model = make_input_buffers("decode", geometry), Model("decode", geometry)
     table = table_of("decode", geometry, Round(bucket=2, seq_lens=(5, 6), requests=(3, 4), remap=(3,)))
-    feed.upload(table)
+    input_buffers.upload(table)
     with monkeypatch.context() as patched:
-        patched.setattr(feed, "_oracle", feed._subject)
-        feed.step(2)
+        patched.setattr(input_buffers, "_oracle", input_buffers._subject)
+        input_buffers.step(2)
     model.step(table, 0)
     with pytest.raises(AssertionError):
-        model.check(feed)
+        model.check(input_buffers)
 
 
 def addresses(inputs: Inputs) -> dict[str, int]:
@@ -181,8 +183,8 @@ def addresses(inputs: Inputs) -> dict[str, int]:
 @pytest.mark.parametrize("form", INPUT_VIEWS)
 def test_inputs_have_the_form_that_was_asked_for(form: str, dtype: str):
     geometry = small(input_view=form, index_dtype=dtype, draft_tokens=2)
-    feed = make_feed("draft_extend", geometry)
-    subject, oracle = feed.inputs(WIDEST)
+    input_buffers = make_input_buffers("draft_extend", geometry)
+    subject, oracle = input_buffers.inputs(WIDEST)
     for inputs in (subject, oracle):
         assert str(inputs.seq_lens.dtype) == str(inputs.req_pool_indices.dtype) == f"torch.{dtype}"
         assert inputs.req_to_token.dtype == torch.int32
@@ -208,7 +210,7 @@ def test_no_stride_of_a_strided_input_is_any_others(system: str, preset: str):
     """Nor a multiple of it: an index times the one would be another times the other."""
     changes = {"context": 603, "pool_size": 4, "indexer": True} if preset else {"dcp_size": 2}
     geometry = small(input_view="strided", draft_tokens=2 if SYSTEMS[system].drafts else 1, **changes)
-    subject, _ = make_feed(system, geometry).inputs(WIDEST)
+    subject, _ = make_input_buffers(system, geometry).inputs(WIDEST)
     strides = {name: own_strides(each) for name, each in subject.tensors().items() if name != "full_to_swa"}
     assert all(strides.values()), "each has a gap"
     for one, other in itertools.permutations(strides, 2):
@@ -219,7 +221,7 @@ def test_no_stride_of_a_strided_input_is_any_others(system: str, preset: str):
 @pytest.mark.parametrize("form", INPUT_VIEWS)
 def test_selections_and_what_ranks_computed_have_the_form_too(form: str):
     """As SGLang's own tests hand them over: `storage[::2, ::2]`, and floats of a receive buffer (contract 8.3, 8.7)."""
-    inputs, oracle = make_feed("dcp", small(input_view=form, dcp_size=2)).inputs(3)
+    inputs, oracle = make_input_buffers("dcp", small(input_view=form, dcp_size=2)).inputs(3)
     far = {"selected_positions": (0, 1), "selection": (0, 1), "kv_rows": (0,), "partial_out": (2,), "partial_lse": (2,)}
     for name, dimensions in far.items():
         tensor, plain = inputs.tensors()[name], oracle.tensors()[name]
@@ -232,8 +234,8 @@ def test_selections_and_what_ranks_computed_have_the_form_too(form: str):
 
 
 def test_buckets_see_prefixes_of_the_same_buffers():
-    feed = make_feed("draft_extend", small(draft_tokens=2))
-    (wide, wide_oracle), (narrow, narrow_oracle) = feed.inputs(WIDEST), feed.inputs(2)
+    input_buffers = make_input_buffers("draft_extend", small(draft_tokens=2))
+    (wide, wide_oracle), (narrow, narrow_oracle) = input_buffers.inputs(WIDEST), input_buffers.inputs(2)
     assert addresses(wide) == addresses(narrow)
     assert addresses(wide_oracle) == addresses(narrow_oracle)
     assert not set(addresses(wide).values()) & set(addresses(wide_oracle).values())
@@ -243,11 +245,13 @@ def test_buckets_see_prefixes_of_the_same_buffers():
 @pytest.mark.parametrize("form", INPUT_VIEWS)
 def test_steps_leave_what_lies_around_the_inputs_alone(form: str):
     geometry = small(input_view=form)
-    feed = make_feed("decode", geometry)
-    feed.upload(table_of("decode", geometry, Round(bucket=3, seq_lens=(5, 6, 7), requests=(1, 2, 3), remap=(2,))))
-    feed.step(3)
-    regions = guard_regions(feed, Kind.GUARD)
-    assert {region.name for region in regions} == set(feed.inputs(3)[0].tensors())
+    input_buffers = make_input_buffers("decode", geometry)
+    input_buffers.upload(
+        table_of("decode", geometry, Round(bucket=3, seq_lens=(5, 6, 7), requests=(1, 2, 3), remap=(2,)))
+    )
+    input_buffers.step(3)
+    regions = guard_regions(input_buffers, Kind.GUARD)
+    assert {region.name for region in regions} == set(input_buffers.inputs(3)[0].tensors())
     assert len(regions) == 3 * (3 if form == "strided" else 2)
     for region in regions:
         want, checked = expected_words(region, live_words(region))
@@ -261,11 +265,11 @@ def test_the_location_of_no_token_is_0(mode: str):
     system, changes = (
         ("dcp", {"dcp_size": 2}) if mode == "dcp" else ("padded", {"padded_mode": mode, "draft_tokens": 3})
     )
-    feed = make_feed(system, small(**changes))
-    feed.upload(table_of(system, small(**changes), Round(bucket=3, seq_lens=(0, 9), requests=(1, 2))))
-    feed.step(3)
+    input_buffers = make_input_buffers(system, small(**changes))
+    input_buffers.upload(table_of(system, small(**changes), Round(bucket=3, seq_lens=(0, 9), requests=(1, 2))))
+    input_buffers.step(3)
     each = rows_per_request(system, small(**changes))
-    for inputs in feed.inputs(3):
+    for inputs in input_buffers.inputs(3):
         assert inputs.out_cache_loc is not None
         rows = inputs.out_cache_loc.view(3, each)
         assert rows[0].tolist() == [0] * each or mode in ("verify", "draft_block"), "whose tokens come after the length"
@@ -281,8 +285,8 @@ def behind(tensor: torch.Tensor) -> torch.Tensor:
 def test_a_gap_holds_a_legal_value_whatever_was_written_there():
     """What takes elements for adjacent reads it."""
     geometry = small(input_view="strided")
-    feed = make_feed("decode", geometry)
-    subject, _ = feed.inputs(WIDEST)
+    input_buffers = make_input_buffers("decode", geometry)
+    subject, _ = input_buffers.inputs(WIDEST)
     slack = subject.req_to_token.stride(0) - geometry.token_columns
     gaps = {
         geometry.context: behind(subject.seq_lens),
@@ -295,8 +299,8 @@ def test_a_gap_holds_a_legal_value_whatever_was_written_there():
     }
     for gap in gaps.values():
         gap.fill_(-7)
-    feed.upload(table_of("decode", geometry, Round(bucket=3, seq_lens=(5, 6, 7), requests=(1, 2, 3))))
-    feed.step(3)
+    input_buffers.upload(table_of("decode", geometry, Round(bucket=3, seq_lens=(5, 6, 7), requests=(1, 2, 3))))
+    input_buffers.step(3)
     for legal, gap in gaps.items():
         assert (gap == legal).all()
 
@@ -304,16 +308,18 @@ def test_a_gap_holds_a_legal_value_whatever_was_written_there():
 def test_gaps_between_columns_are_filled_and_guarded():
     """Of `selection` and of one rank's log-sum-exps: what is written there is found, and gone in the next round."""
     geometry = small(input_view="strided", dcp_size=2)
-    feed = make_feed("dcp", geometry)
-    inputs, oracle = feed.inputs(3)
+    input_buffers = make_input_buffers("dcp", geometry)
+    inputs, oracle = input_buffers.inputs(3)
     assert inputs.selection is not None
     assert inputs.partial_lse is not None
-    feed.upload(table_of("dcp", geometry, *[Round(bucket=3, seq_lens=(5, 6, 7), requests=(1, 2, 3), seed=4)] * 2))
-    feed.step(3)
+    input_buffers.upload(
+        table_of("dcp", geometry, *[Round(bucket=3, seq_lens=(5, 6, 7), requests=(1, 2, 3), seed=4)] * 2)
+    )
+    input_buffers.step(3)
     behind(inputs.selection)[1, 5] = -9
     inputs.partial_lse[1, 2, 0] = 77.0
     hits = []
-    for region in [*guard_regions(feed, Kind.GUARD), *input_regions(inputs, oracle)]:
+    for region in [*guard_regions(input_buffers, Kind.GUARD), *input_regions(inputs, oracle)]:
         want, checked = expected_words(region, live_words(region))
         hits += [(region, *place) for place in ((region.got != want) & checked).nonzero().tolist()]
     (guard, row, word), (lse, *place) = hits
@@ -324,61 +330,61 @@ def test_gaps_between_columns_are_filled_and_guarded():
         "wrote 4 bytes between the columns of selection, the first of them behind column 5 of row 1",
     )
     assert (lse.name, place) == ("partial_lse[1]", [2, 0])
-    feed.step(3)
+    input_buffers.step(3)
     assert int(behind(inputs.selection)[1, 5]) == geometry.slots - 1
 
 
 def test_a_request_that_moves_again_gets_other_pages():
     geometry = small()
-    feed = make_feed("decode", geometry)
-    before = feed.inputs(1)[0].req_to_token[3].clone()
+    input_buffers = make_input_buffers("decode", geometry)
+    before = input_buffers.inputs(1)[0].req_to_token[3].clone()
     seen = [before]
-    feed.upload(
+    input_buffers.upload(
         table_of("decode", geometry, *[Round(bucket=1, seq_lens=(5,), requests=(3,), remap=(3,)) for _ in range(3)])
     )
     for _ in range(3):
-        feed.step(1)
-        seen.append(feed.inputs(1)[0].req_to_token[3].clone())
+        input_buffers.step(1)
+        seen.append(input_buffers.inputs(1)[0].req_to_token[3].clone())
     slots = torch.stack(seen)
     assert slots.unique().numel() == slots.numel(), "no slot of any of the four generations is used twice"
 
 
 def test_reset_gives_the_state_in_which_engines_capture():
     geometry = small(draft_tokens=3, pool_size=4)
-    feed = make_feed("draft_extend", geometry)
-    feed.upload(
+    input_buffers = make_input_buffers("draft_extend", geometry)
+    input_buffers.upload(
         table_of("draft_extend", geometry, Round(bucket=2, seq_lens=(30, 31), requests=(1, 2), extend_lens=(1, 0)))
     )
-    feed.step(2)
-    feed.reset()
-    for inputs in feed.inputs(WIDEST):
+    input_buffers.step(2)
+    input_buffers.reset()
+    for inputs in input_buffers.inputs(WIDEST):
         assert inputs.seq_lens.tolist() == [3 + 4] * WIDEST, "max(1, N + kp) with pooling (contract 0.2)"
         assert inputs.req_pool_indices.tolist() == [PAD_REQUEST] * WIDEST
         assert inputs.extend_lens is not None
         assert inputs.extend_lens.tolist() == [3] * WIDEST
-    assert feed.round_index.tolist() == [-1]
-    feed.step(2)
-    assert feed.inputs(2)[0].seq_lens.tolist() == [30, 31], "the first row again"
+    assert input_buffers.round_index.tolist() == [-1]
+    input_buffers.step(2)
+    assert input_buffers.inputs(2)[0].seq_lens.tolist() == [30, 31], "the first row again"
 
 
 def test_a_feed_without_remap_slots_moves_nobody():
     geometry = small()
-    feed = make_feed("decode", geometry, remap_slots=0)
-    before = feed.inputs(1)[0].req_to_token.clone()
-    feed.upload(table_of("decode", geometry, Round(bucket=1, seq_lens=(5,), requests=(3,)), remap_slots=0))
-    feed.step(1)
-    assert torch.equal(feed.inputs(1)[0].req_to_token, before)
-    assert feed.inputs(1)[0].seq_lens.tolist() == [5]
+    input_buffers = make_input_buffers("decode", geometry, remap_slots=0)
+    before = input_buffers.inputs(1)[0].req_to_token.clone()
+    input_buffers.upload(table_of("decode", geometry, Round(bucket=1, seq_lens=(5,), requests=(3,)), remap_slots=0))
+    input_buffers.step(1)
+    assert torch.equal(input_buffers.inputs(1)[0].req_to_token, before)
+    assert input_buffers.inputs(1)[0].seq_lens.tolist() == [5]
 
 
 def test_the_poison_of_a_round_is_its_place_in_poisons():
     geometry = small()
-    feed = make_feed("decode", geometry)
-    feed.upload(
+    input_buffers = make_input_buffers("decode", geometry)
+    input_buffers.upload(
         table_of("decode", geometry, *[Round(bucket=1, seq_lens=(5,), requests=(3,), poison=p) for p in POISONS])
     )
     kinds = []
     for _ in POISONS:
-        feed.step(1)
-        kinds.append(int(feed.control(1)[1]))
+        input_buffers.step(1)
+        kinds.append(int(input_buffers.control(1)[1]))
     assert kinds == [0, 1, 2]
