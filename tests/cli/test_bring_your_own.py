@@ -132,5 +132,7 @@ def test_all_that_is_missing_is_listed() -> None:
     )
     with pytest.raises(UsageError, match=said):
         map_outputs(held, LAYOUT)
-    with pytest.raises(UsageError, match="names: lengths are not fields of decode; its fields are cache_seqlens_int32,"):
+    with pytest.raises(
+        UsageError, match="names: lengths are not fields of decode; its fields are cache_seqlens_int32,"
+    ):
         map_outputs(tensors(), LAYOUT, {"lengths": "cache_seqlens_int32"})
