@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import shutil
 import sys
@@ -14,6 +15,16 @@ import pytest
 import torch
 
 from dsa_verify.cli import main as cli
+
+
+def pytest_collection_finish() -> None:
+    """Spare each of the many collections the modules that all tests share, of which nothing is ever collected."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -10,21 +10,24 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from dsa_verify.graphs.interpreter_types import remember_types
+
 
 @functools.cache
 def prepare_interpreter() -> None:
-    """Keep conditions boolean, compute no overflow check, and patch `triton.language` once for each launch."""
+    """Keep conditions boolean, compute no overflow check, look up nothing twice."""
     import triton.runtime.interpreter as interpreter
 
     _keep_conditions_boolean(interpreter)
     _leave_out_overflow_checks(interpreter)
     if list(inspect.signature(getattr(interpreter, "_patch_lang", print)).parameters) == ["fn"]:
         _patch_once_for_each_launch(interpreter)
+    remember_types(interpreter)
 
 
 def _keep_conditions_boolean(interpreter: ModuleType) -> None:
@@ -49,32 +52,59 @@ def _leave_out_overflow_checks(interpreter: ModuleType) -> None:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    """One attribute that a launch replaces, for as long as it runs."""
+
+    owner: Any
+    name: str
+    before: Any
+    after: Any
+
+    def is_undone(self) -> bool:
+        return getattr(self.owner, self.name, None) is self.before
+
+
+class _Language:
+    """The interpreted functions of `triton.language`, looked up once and set for each launch."""
+
+    def __init__(self, interpreter: ModuleType) -> None:
+        language = interpreter.tl
+        self._patch_lang: Callable[[Any], Any] = interpreter._patch_lang
+        self._all_names = SimpleNamespace(__globals__={"language": language, "core": language.core})
+        self._changes: list[_Change] = []
+        self._patched = False
+
+    def patch(self, fn: Any) -> Any:
+        """Stands in for `_patch_lang`: only the kernel changes anything, not the device functions that it calls."""
+        if self._patched:
+            return _NothingToRestore()
+        self._patched = True
+        if self._changes and all(change.is_undone() for change in self._changes):
+            for change in self._changes:
+                setattr(change.owner, change.name, change.after)
+        else:
+            self._changes = self._look_up()
+        return self
+
+    def restore(self) -> None:
+        self._patched = False
+        for change in self._changes:
+            setattr(change.owner, change.name, change.before)
+
+    def _look_up(self) -> list[_Change]:
+        before: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+        for owner, name, value in self._patch_lang(self._all_names)._changes:
+            before.setdefault((id(owner), name), (owner, name, value))
+        return [_Change(owner, name, value, vars(owner)[name]) for owner, name, value in before.values()]
+
+
 class _NothingToRestore:
     def restore(self) -> None:
         """Leave `triton.language` to the launch that patched it."""
 
 
 def _patch_once_for_each_launch(interpreter: ModuleType) -> None:
-    """A launch replaces the functions of `triton.language` by interpreted ones and puts them back at its end. Each
-    call of a device function inside it went through the whole namespace again, which took a third of the time."""
-    language = interpreter.tl
-    original: Callable[[Any], Any] = interpreter._patch_lang
-    patched: set[int] = set()
-
-    def patch_lang(fn: Any) -> Any:
-        seen = {id(value) for value in fn.__globals__.values() if value is language or value is language.core}
-        if seen and seen <= patched:
-            return _NothingToRestore()
-        outermost, scope = not patched, original(fn)
-        patched.update(seen)
-        if outermost:
-            restore = scope.restore
-
-            def restore_all() -> None:
-                patched.clear()
-                restore()
-
-            scope.restore = restore_all
-        return scope
-
-    vars(interpreter)["_patch_lang"] = patch_lang
+    """A launch replaces the functions of `triton.language` by interpreted ones and puts them back at its end. It
+    searched the whole namespace for them each time, and so did each call of a device function inside it."""
+    vars(interpreter)["_patch_lang"] = _Language(interpreter).patch

@@ -35,6 +35,11 @@ def _sums(source, out, count, wanted, LANES: tl.constexpr):
     tl.store(out + lane, tl.cumsum(value, axis=0))
 
 
+@tl.core.builtin
+def _load_of_ones(pointer, mask=None, other=None, _semantic=None):
+    return tl.core.full(pointer.shape, 1, tl.int32, _semantic=_semantic)
+
+
 def sums(values: list[int], wanted: bool = True) -> list[int]:
     source = torch.tensor(values, dtype=torch.int32)
     out = torch.zeros(8, dtype=torch.int32)
@@ -47,17 +52,21 @@ def test_device_functions_and_library_functions_are_interpreted_in_every_launch(
         assert sums([1, 2, 3]) == [8, 24, 48, 48, 48, 48, 48, 48]
 
 
-def test_a_launch_goes_through_the_namespace_no_oftener_than_its_modules_demand() -> None:
-    """Once for the kernel's own module, and once for that of `tl.cumsum`, which knows the language by two names,
-    however many device functions are called."""
-    with mock.patch.object(interpreter, "_patch_lang_core", wraps=interpreter._patch_lang_core) as patched:
-        sums([1, 2, 3])
-    assert patched.call_count == 3
+def test_a_launch_looks_up_the_functions_of_the_language_only_if_one_was_replaced() -> None:
+    sums([1])
+    with mock.patch.object(interpreter, "_patch_lang_core", wraps=interpreter._patch_lang_core) as looked_up:
+        sums([1])
+        assert looked_up.call_count == 0
+        with mock.patch.object(tl, "load", _load_of_ones):
+            assert sums([1, 2]) == [8, 16, 24, 32, 40, 48, 56, 64]
+        assert looked_up.call_count == 2, "once for each of the names of the language"
+    assert sums([1, 2]) == [8, 24, 24, 24, 24, 24, 24, 24]
 
 
 def test_a_launch_leaves_the_language_as_it_was() -> None:
     sums([1])
     assert tl.core.is_builtin(tl.load)
+    assert tl.core.is_builtin(tl.core.load)
     assert tl.core.is_builtin(tl.tensor.__add__)
 
 
@@ -78,3 +87,14 @@ def test_a_scalar_condition_may_be_part_of_a_mask() -> None:
 
 def test_a_sum_beyond_32_bits_wraps_as_it_does_on_a_gpu() -> None:
     assert sums([2**29])[0] == 0
+
+
+def test_types_of_one_shape_share_it_and_what_is_no_shape_is_refused_every_time() -> None:
+    first, second = tl.block_type(tl.int32, [4, 8]), tl.block_type(tl.float32, [tl.constexpr(4), 8])
+    assert first.shape is second.shape
+    assert (first.numel, first.name, second.name) == (32, "<['4', '8'], int32>", "<['4', '8'], fp32>")
+    assert (first == tl.block_type(tl.int32, [4, 8]), first == second) == (True, False)
+    for wrong in ([4.0, 8], [3, 8]):
+        for _ in range(2):
+            with pytest.raises((TypeError, ValueError), match="Shape element 0"):
+                tl.block_type(tl.int32, wrong)
