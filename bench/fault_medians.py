@@ -50,9 +50,9 @@ def measure(system_name: str, fault: str, seeds: int, device_name: str) -> Line:
 
     device = settle_device(device_name)
     from dsa_verify.contract.geometry import Geometry
-    from dsa_verify.contract.round import read_case
     from dsa_verify.graphs import open_backend
     from dsa_verify.replay.setup import ReplaySetup
+    from dsa_verify.rounds.case_file import read_case
     from dsa_verify.rounds.matrix import diagnostic_matrix
     from dsa_verify.subjects.faults.conduct import WrongOnce
     from dsa_verify.systems.catalogue import SYSTEMS

@@ -28,13 +28,14 @@ if TYPE_CHECKING:
     from dsa_verify.contract.geometry import Geometry
     from dsa_verify.contract.layout import Field, Layout
     from dsa_verify.contract.map_outputs import map_outputs
-    from dsa_verify.contract.round import Round, Scenario, read_case
-    from dsa_verify.contract.static_inputs import static_inputs
+    from dsa_verify.contract.round import Round, Scenario
     from dsa_verify.contract.subject import Buffers, Inputs, Subject, SubjectFactory, current_outputs
+    from dsa_verify.contract.system import System
     from dsa_verify.graphs import Backend, open_backend
     from dsa_verify.overlay.overlay import NullOverlay, Overlay
     from dsa_verify.overlay.ring import CaptureRing
     from dsa_verify.pytest_plugin.fixture import Verification
+    from dsa_verify.rounds.case_file import read_case
     from dsa_verify.rounds.matrix import diagnostic_matrix
     from dsa_verify.run.runner import Run, Runner, open_run
     from dsa_verify.systems.catalogue import get_system
@@ -70,6 +71,7 @@ _HOME: Final = {
     "Scenario": "dsa_verify.contract.round",
     "Subject": "dsa_verify.contract.subject",
     "SubjectFactory": "dsa_verify.contract.subject",
+    "System": "dsa_verify.contract.system",
     "UsageError": "dsa_verify.base.errors",
     "Verification": "dsa_verify.pytest_plugin.fixture",
     "case_paths": "fuzz.cases:paths",
@@ -79,9 +81,8 @@ _HOME: Final = {
     "map_outputs": "dsa_verify.contract.map_outputs",
     "open_backend": "dsa_verify.graphs",
     "open_run": "dsa_verify.run.runner",
-    "read_case": "dsa_verify.contract.round",
+    "read_case": "dsa_verify.rounds.case_file",
     "settle_device": "dsa_verify.base.device",
-    "static_inputs": "dsa_verify.contract.static_inputs",
 }
 
 # Spelled out once more, because a type checker reads a list and no table.
@@ -114,6 +115,7 @@ __all__ = [
     "Scenario",
     "Subject",
     "SubjectFactory",
+    "System",
     "UsageError",
     "Verification",
     "case_paths",
@@ -125,7 +127,6 @@ __all__ = [
     "open_run",
     "read_case",
     "settle_device",
-    "static_inputs",
 ]
 
 

@@ -19,7 +19,6 @@ from dsa_verify import (
     Subject,
     current_outputs,
     get_system,
-    static_inputs,
 )
 
 FIELDS = ("page_table", "raw_out_loc", "seq_lens_casual", "positions_casual", "swa_page_indices", "swa_topk_lengths")
@@ -53,7 +52,7 @@ class ServingLoop:
         slots = (len(self._free) + 1) * page
         window = torch.randint(0, slots, (slots + 1,), generator=torch.Generator().manual_seed(seed)).int()
         window[-1] = -1
-        specs = static_inputs(system, geometry)
+        specs = get_system(system).inputs(geometry)
         named = {
             spec.name: torch.full(spec.shape(bucket), spec.pad, dtype=getattr(torch, spec.dtype)).to(self.device)
             for spec in specs

@@ -18,24 +18,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.edge_kind import EdgeKind
 from dsa_verify.contract.geometry import (
     DISJOINT_GENERATIONS,
     INDEX_DTYPES,
     INPUT_VIEWS,
-    LOG_BASES,
     MAX_SLOTS,
-    PADDED_MODES,
     SCALED_DOWN_PRESETS,
     TABLE_VIEWS,
     WARM_UPS,
     Geometry,
 )
-from dsa_verify.contract.padded import LOW_RATIOS
 from dsa_verify.contract.schedule_variants import VARIANTS, Indices
-from dsa_verify.rounds.matrix import DCP_SIZES, Config, companion
+from dsa_verify.contract.system import System
+from dsa_verify.rounds.matrix import Config
 from dsa_verify.systems.catalogue import OWN_TABLES, is_ours
 from dsa_verify.systems.engines import engine_subject
-from dsa_verify.systems.system import System
+from dsa_verify.systems.shapes import companion
 from fuzz.engine.expansion import Lane, word
 
 SMALL: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24)
@@ -46,15 +45,11 @@ WIDE: Final = {
 HUGE: Final = {"cpu": (), "cuda": (4095, 4096, 4097, 4128, 5121)}
 DRAFTS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 ENGINE_DRAFTS: Final = (2, 3, 4, 6, 8)  # what engines are started with
-DRAFT_STEPS: Final = (2, 3, 4, 5)
 ARCHITECTURES: Final = (90, 100)
 SMALL_CONFIGS: Final = 3  # of a run: capturing costs as much as a thousand rounds on a GPU
 # So that tables of many rows take neither the memory nor the time of the others.
 _CONTEXTS: Final = {"wide": 8192, "huge": 4096}
 HUGE_SHARE: Final = 50  # an ordinary configuration has so many times the rounds of a huge one
-_POOLED: Final = ("decode", "target_verify", "draft_extend", "mtp")
-_GAPPED: Final = _POOLED  # systems whose tables may have a gap behind each row
-_INDEXED: Final = (*_POOLED, "ragged_verify")
 # An indexer within reach of the lengths of a scaled-down geometry.
 _SCALED_DOWN: Final[dict[str, object]] = {"multiprocessors": 5, "schedule": "tiny", "plan_rules": "tiny"}
 # What a scaled-down geometry of our own may have instead: pages of which each token or two are one, a top-k that fills
@@ -65,7 +60,6 @@ _OTHER_SCALES: Final[dict[str, tuple[object, ...]]] = {
     "plan_rules": ("tiny_low",),
 }
 _POOL: Final = 4
-_PADDED_TOPK: Final = 129  # rounded up to the alignment of a table, it fills no block of lanes on any device
 
 T = TypeVar("T")
 
@@ -103,7 +97,7 @@ def configurations(
             subject=subject,
             device_type=device_type,
             batches=tuple(batches),
-            drafts=tuple(drafts),
+            given=tuple(drafts),
             fixed=fixed,
             seed=seed,
             index=i,
@@ -135,7 +129,7 @@ def _takes_huge(system: System, subject: str | None, device_type: str, fixed: fr
     """Whether more rows than 4,096 are asked of it: the pools of dcp would be too large for that, an engine may say no,
     and a context or request rows that are fixed may leave no room."""
     bound = fixed & {"context", "request_rows"}
-    return bool(HUGE[device_type]) and system.name in _INDEXED and engine_subject(subject) is None and not bound
+    return bool(HUGE[device_type]) and system.indexer and engine_subject(subject) is None and not bound
 
 
 def share_out(rounds: int, weights: Sequence[int]) -> list[int]:
@@ -161,7 +155,7 @@ class _Draw:
     subject: str | None
     device_type: str
     batches: tuple[int, ...]
-    drafts: tuple[int, ...]
+    given: tuple[int, ...]
     fixed: frozenset[str]
     seed: int
     index: int
@@ -171,11 +165,11 @@ class _Draw:
         """(geometry, buckets)."""
         geometry = self._apply(self.base, self._context() | self._indexer())
         geometry = self._apply(geometry, self._scale(geometry))
-        geometry = self._apply(geometry, self._of_the_system(geometry) | self._schedule(geometry))
+        geometry = self._apply(geometry, dict(self.system.deal(self, geometry)) | self._schedule(geometry))
         card = deal(self._deck, self._turn, f"{self._name} {self.kind}")
         geometry = geometry.replace(draft_tokens=self._draft_length(geometry, card))
         buckets = self._buckets(geometry, card)
-        if self._name == "ragged_verify":
+        if self._ragged:
             geometry = self._apply(geometry, {"graph_tokens": self._graph_tokens(geometry, buckets, card)})
         geometry = self._with_request_rows(geometry, max(buckets))
         return self._apply(geometry, self._forms(geometry)), buckets
@@ -185,12 +179,17 @@ class _Draw:
         return self.system.name
 
     @property
-    def _engine(self) -> bool:
+    def _ragged(self) -> bool:
+        """Whether rounds say how many tokens each request verifies, within the token rows of a graph (contract 9)."""
+        return "verify_lens" in self.system.lens(self.base)
+
+    @property
+    def engine(self) -> bool:
         """Whether the subject is an engine's."""
         return engine_subject(self.subject) is not None
 
     @property
-    def _ours(self) -> bool:
+    def ours(self) -> bool:
         """Whether the subject is a pipeline of this project."""
         return is_ours(self.system, self.subject)
 
@@ -213,8 +212,8 @@ class _Draw:
         return {"wide": WIDE[self.device_type], "huge": HUGE[self.device_type]}.get(self.kind, SMALL)
 
     @property
-    def _drafts(self) -> tuple[int, ...]:
-        return self.drafts or (ENGINE_DRAFTS if self._engine else DRAFTS)
+    def drafts(self) -> tuple[int, ...]:
+        return self.given or (ENGINE_DRAFTS if self.engine else DRAFTS)
 
     @property
     def _counts_rows(self) -> bool:
@@ -223,7 +222,7 @@ class _Draw:
     def _apply(self, geometry: Geometry, changes: Mapping[str, object]) -> Geometry:
         return geometry.replace(**{name: value for name, value in changes.items() if name not in self.fixed})
 
-    def _is_legal(self, geometry: Geometry, changes: Mapping[str, object]) -> bool:
+    def is_legal(self, geometry: Geometry, changes: Mapping[str, object]) -> bool:
         """Whether `geometry` takes `changes` beside what is fixed."""
         try:
             self._apply(geometry, changes)
@@ -231,7 +230,7 @@ class _Draw:
             return False
         return True
 
-    def _deal(self, deck: str, values: Sequence[T]) -> T:
+    def deal(self, deck: str, values: Sequence[T]) -> T:
         return deal(values, self._position, f"{self._name} {deck}")
 
     # What is captured ------------------------------------------------------------------------------------------------
@@ -240,27 +239,25 @@ class _Draw:
         """One that divides the rows that are wanted, where there is one."""
         if not self.system.drafts:
             return 1
-        usable = [n for n in self._drafts if self._usable(n, geometry)] or [min(self._drafts)]
-        if not self._counts_rows or self._name == "ragged_verify":
-            return self._deal("draft_tokens", usable)
+        usable = [n for n in self.drafts if self._usable(n, geometry)] or [min(self.drafts)]
+        if not self._counts_rows or self._ragged:
+            return self.deal("draft_tokens", usable)
         whole = [n for n in usable if not card % self._per_request(n, geometry)]
         return deal(whole or usable, self._turn, f"{self._name} {self.kind} draft_tokens")
 
     def _per_request(self, n: int, geometry: Geometry) -> int:
         """Token rows of a request."""
-        if self._name == "padded":
-            return {"decode": 1, "draft_block": n - 1}.get(geometry.padded_mode, n)
-        return n
+        return self.system.token_rows(dataclasses.replace(geometry, draft_tokens=n))
 
     def _usable(self, n: int, geometry: Geometry) -> bool:
         """Whether requests with drafts of `n` tokens fit the context, and the mode has such drafts."""
         fits = 2 * n + geometry.pool_size <= geometry.context and self._per_request(n, geometry) > 0
-        return fits and self._is_legal(geometry, {"draft_tokens": n})
+        return fits and self.is_legal(geometry, {"draft_tokens": n})
 
     def _buckets(self, geometry: Geometry, card: int) -> tuple[int, ...]:
         """The one whose turn it is, and one that it is interleaved with."""
         n, most = geometry.draft_tokens, self._most(geometry)
-        main, ragged = card, self._name == "ragged_verify"
+        main, ragged = card, self._ragged
         if self._counts_rows:
             main = -(-card // n) if ragged else max(card // self._per_request(n, geometry), 1)
         if self.kind == "given":
@@ -270,7 +267,7 @@ class _Draw:
         if ragged:
             # With as many token rows in both graphs, only the request slots tell them apart (contract 9).
             slots = card if self._counts_rows else main * n
-            other = self._deal("slots", [slots] if self._engine else [slots, companion(main)])
+            other = self.deal("slots", [slots] if self.engine else [slots, companion(main)])
         return tuple(dict.fromkeys((main, min(other, most))))
 
     def _most(self, geometry: Geometry) -> int:
@@ -287,46 +284,46 @@ class _Draw:
         full, least = buckets[0] * geometry.draft_tokens, max(buckets)
         if self._counts_rows:
             return max(min(card, full), least)
-        if self._engine:
+        if self.engine:
             return max(full, least)
-        return self._deal("graph_tokens", (max(full, least), least, max((full + least) // 2, least), 0))
+        return self.deal("graph_tokens", (max(full, least), least, max((full + least) // 2, least), 0))
 
     def _with_request_rows(self, geometry: Geometry, widest: int) -> Geometry:
         """As few as a full batch needs, or many."""
         if "request_rows" in self.fixed:
             return geometry
         few, many = widest + 1, max(self.base.request_rows, 2 * widest + 1)
-        wanted = self._deal("request_rows", (few, many))
+        wanted = self.deal("request_rows", (few, many))
         return geometry.replace(request_rows=max(few, min(wanted, self._most(geometry) + 1)))
 
     # What it looks like ----------------------------------------------------------------------------------------------
 
     def _context(self) -> dict[str, object]:
-        if self._engine or self.kind not in _CONTEXTS:
+        if self.engine or self.kind not in _CONTEXTS:
             return {}
         return {"context": min(_CONTEXTS[self.kind], self.base.context)}
 
     def _indexer(self) -> dict[str, object]:
         """None, one, or one over pools, where the run has not said which; huge batches always have one."""
         base, fixed = self.base, self.fixed
-        if not self._ours or base.indexer or fixed & {"indexer", "pool_size"} or self._name not in _INDEXED:
+        if not self.ours or base.indexer or fixed & {"indexer", "pool_size"} or not self.system.indexer:
             return {}
         flat = {"indexer": True, **(_SCALED_DOWN if base.preset in SCALED_DOWN_PRESETS else {})}
-        pooled = {**flat, "pool_size": _POOL} if self._name in _POOLED else flat
-        kinds = [kind for kind in (flat, pooled) if self._is_legal(base, kind)]
-        return self._deal("indexer", kinds if self.kind == "huge" else [{}, *kinds])
+        pooled = {**flat, "pool_size": _POOL} if self.system.pools else flat
+        kinds = [kind for kind in (flat, pooled) if self.is_legal(base, kind)]
+        return self.deal("indexer", kinds if self.kind == "huge" else [{}, *kinds])
 
     def _scale(self, geometry: Geometry) -> dict[str, object]:
         """Other pages, top-k and thresholds of a scaled-down geometry, each where the layout has them beside the
         others; and of a decode the narrow table alone."""
         found: dict[str, object] = {}
-        scaled = self._ours and self.base.preset in SCALED_DOWN_PRESETS
+        scaled = self.ours and self.base.preset in SCALED_DOWN_PRESETS
         for name, others in _OTHER_SCALES.items() if scaled else ():
-            value = self._deal(name, (getattr(geometry, name), *others))
+            value = self.deal(name, (getattr(geometry, name), *others))
             if self._has_layout(geometry, {**found, name: value}):
                 found[name] = value
-        if self._ours and self._name == "decode":
-            value = self._deal("wide_table", (True, False))
+        if self.ours and self.system.narrow:
+            value = self.deal("wide_table", (True, False))
             if self._has_layout(geometry, {**found, "wide_table": value}):
                 found["wide_table"] = value
         return found
@@ -340,15 +337,15 @@ class _Draw:
 
     def _schedule(self, geometry: Geometry) -> dict[str, object]:
         """The architecture where fields turn at it, and a schedule variant that it has."""
-        if not self._ours or "architecture" in self.fixed:
+        if not self.ours or "architecture" in self.fixed:
             return {}
         if not geometry.indexer:
-            has = self._name == "target_verify"
-            return {"architecture": self._deal("architecture", ARCHITECTURES)} if has else {}
+            has = self.system.by_architecture
+            return {"architecture": self.deal("architecture", ARCHITECTURES)} if has else {}
         if "schedule" in self.fixed:
             known = [each for each in ARCHITECTURES if each in VARIANTS[geometry.schedule].architectures]
-            return {"architecture": self._deal("architecture", known)} if known else {}
-        architecture = self._deal("architecture", ARCHITECTURES)
+            return {"architecture": self.deal("architecture", known)} if known else {}
+        architecture = self.deal("architecture", ARCHITECTURES)
         split = VARIANTS[geometry.schedule].split
         variants = [
             each.name
@@ -356,44 +353,18 @@ class _Draw:
             if architecture in each.architectures and each.split == split and each.max_next_n is None
             if 2 in each.context_dims and each.indices is not Indices.MANDATORY
         ]
-        return {"architecture": architecture, "schedule": self._deal(f"schedule of {architecture}", variants)}
-
-    def _of_the_system(self, geometry: Geometry) -> dict[str, object]:
-        found: dict[str, object] = {}
-        if self._name == "dcp":
-            # Pools are refused with several ranks (contract 8.8).
-            sizes = [
-                size for size in DCP_SIZES if geometry.pool_size == 1 and self._is_legal(geometry, {"dcp_size": size})
-            ]
-            found = {"dcp_size": self._deal("dcp_size", sizes or [1]), "log_base": self._deal("log_base", LOG_BASES)}
-            if not self._engine:
-                found["dcp_block"] = self._deal("dcp_block", (1, geometry.page_size))
-        if self._name == "padded":
-            # A draft block of one token holds none of them.
-            modes = [mode for mode in PADDED_MODES if mode != "draft_block" or max(self._drafts) > 1]
-            found = {"padded_mode": self._deal("padded_mode", modes)}
-            if not self._engine:
-                if self._ours:
-                    found["topk"] = self._deal("topk", (geometry.topk, _PADDED_TOPK))
-                ratios = geometry.page_size % max(LOW_RATIOS) == 0
-                found["low_ratios"] = ratios and self._deal("low_ratios", (False, True))
-                floors = (0, 1, geometry.page_size - 1, geometry.context // 2)
-                found["replay_floor"] = self._deal("replay_floor", floors)
-                found["request_floors"] = self._deal("request_floors", (True, False))
-        if self._name == "mtp" and not self._engine:
-            found = {"draft_steps": self._deal("draft_steps", DRAFT_STEPS)}
-        return found
+        return {"architecture": architecture, "schedule": self.deal(f"schedule of {architecture}", variants)}
 
     def _forms(self, geometry: Geometry) -> dict[str, object]:
         found: dict[str, object] = {
-            "index_dtype": self._deal("index_dtype", INDEX_DTYPES),
-            "input_view": self._deal("input_view", INPUT_VIEWS),
-            "warm_ups": self._deal("warm_ups", WARM_UPS),
+            "index_dtype": self.deal("index_dtype", INDEX_DTYPES),
+            "input_view": self.deal("input_view", INPUT_VIEWS),
+            "warm_ups": self.deal("warm_ups", WARM_UPS),
         }
         if OWN_TABLES not in self.fixed:
-            found["table_width"] = self._deal("table_width", _widths(geometry))
-        if self._ours and self._name in _GAPPED:
-            found["table_view"] = self._deal("table_view", TABLE_VIEWS)
+            found["table_width"] = self.deal("table_width", _widths(geometry))
+        if self.ours and EdgeKind.GAP in self.system.edges:
+            found["table_view"] = self.deal("table_view", TABLE_VIEWS)
         return found
 
 

@@ -83,8 +83,8 @@ def fuzz(
     for name, value in (("rounds", rounds), ("rounds_per_capture", rounds_per_capture), ("chunk_rounds", chunk_rounds)):
         if value < 1:
             raise UsageError(f"{name}: {value} is below 1; use 1 or more")
-    coverage = coverage or Coverage(setup.system.name, setup.geometry, setup.buckets)
-    world = World(setup.system.name, setup.geometry, setup.buckets, seed, coverage=coverage, outside=outside)
+    coverage = coverage or Coverage(setup.system, setup.geometry, setup.buckets)
+    world = World(setup.system, setup.geometry, setup.buckets, seed, coverage=coverage, outside=outside)
     counts, captures, left, findings = Counts(), 0, rounds, list[Finding]()
     while left and not findings:
         count = min(left, rounds_per_capture)

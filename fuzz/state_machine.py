@@ -81,7 +81,7 @@ class Machine(RuleBasedStateMachine):
         setup = self.setup
         self.tally.runs += 1
         # Freed pages are reused at once; that they move is a rule's doing.
-        self.world = World(setup.system.name, setup.geometry, setup.buckets, _WORLD_SEED, outside=False, reuse="lifo")
+        self.world = World(setup.system, setup.geometry, setup.buckets, _WORLD_SEED, outside=False, reuse="lifo")
         self.poison, self.bucket = POISONS[0], 0
         self._forget()
 
@@ -157,7 +157,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(boundary=st.sampled_from(range(1 << 10)))
     def replay_boundary(self, boundary: int) -> None:
-        known = boundaries(self.setup.system.name, self.setup.geometry, self.setup.buckets)
+        known = boundaries(self.setup.system, self.setup.geometry, self.setup.buckets)
         self._run(self.world.at(known[boundary % len(known)]))
 
     # Invariants ------------------------------------------------------------------------------------------------------
@@ -245,8 +245,8 @@ def machine_of(setup: ReplaySetup) -> type[Machine]:
     body = {
         "setup": setup,
         "tally": MachineTally(),
-        "coverage": Coverage(setup.system.name, setup.geometry, setup.buckets),
-        "replay_outside": rule(spec=specs(setup.system.name, setup.geometry, setup.buckets))(replay_outside),
+        "coverage": Coverage(setup.system, setup.geometry, setup.buckets),
+        "replay_outside": rule(spec=specs(setup.system, setup.geometry, setup.buckets))(replay_outside),
     }
     return type("Machine", (Machine,), body)
 

@@ -2,7 +2,7 @@
 
 Everything is derived from the raw inputs, never from another output, and may be captured in a CUDA graph: shapes are
 fixed, nothing synchronises, each function writes into tensors that exist. Where the contract says 64, P is
-`page_size`. A write start below 0 is undefined, so lengths must pass `kpool_rules.check_lengths`.
+`page_size`. A write start below 0 is undefined, so lengths must pass `System.check_lengths`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.kpool import Mode, candidates, rows_per_request
+from dsa_verify.contract.kpool import Mode, candidates
 from dsa_verify.contract.subject import Inputs
 
 
@@ -38,11 +38,11 @@ class WritePlan:
     def __init__(self, mode: Mode, geometry: Geometry, inputs: Inputs, accept_lens: torch.Tensor | None = None):
         assert mode != "draft_extend" or accept_lens is not None, "draft_extend has accept_lens (contract 4.2)"
         self._mode, self._geometry, self._inputs, self._accept_lens = mode, geometry, inputs, accept_lens
-        self._tokens = rows_per_request(mode, geometry)
+        self._tokens = 1 if mode == "decode" else geometry.draft_tokens
         self._seen_before_first = {"decode": 1, "target_verify": 0, "draft_extend": self._tokens}[mode]
         device = inputs.seq_lens.device
         self._steps = torch.arange(1, self._tokens + 1, dtype=torch.int64, device=device)
-        self._candidates = torch.arange(candidates(mode, geometry), dtype=torch.int64, device=device)
+        self._candidates = torch.arange(candidates(self._tokens, geometry), dtype=torch.int64, device=device)
 
     def write(self, out: Mapping[str, torch.Tensor]) -> None:
         """Fills `req` int64 [bs], `write_start` and `tail_logical_start` int32 [bs], `write_loc` int64 [bs, C];

@@ -13,8 +13,8 @@ import torch
 
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.padded import LOW_RATIOS
-from dsa_verify.contract.round_table import rows_per_request
 from dsa_verify.contract.subject import Buffers, Inputs
+from dsa_verify.systems.padded import token_rows
 
 
 class PaddedOracle:
@@ -28,7 +28,7 @@ class PaddedOracle:
         assert inputs.full_to_swa is not None, "padded has a map into the window's pool (contract 7.1)"
         self._geometry, self._inputs, self._buffers = geometry, inputs, buffers
         self._write_locations, self._full_to_swa = inputs.out_cache_loc, inputs.full_to_swa
-        device, per_request = inputs.seq_lens.device, rows_per_request("padded", geometry)
+        device, per_request = inputs.seq_lens.device, token_rows(geometry)
         row = torch.arange(buffers.layout.tokens, device=device)
         self._owner = row // per_request
         ahead = row % per_request + 1
@@ -84,7 +84,7 @@ class PaddedOracle:
     def _write_block(self, prefix: torch.Tensor, request: torch.Tensor, floor: torch.Tensor) -> None:
         """The end of the prefix, the oldest token first, then the whole block; the same in each row of a request."""
         geometry, out = self._geometry, self._buffers
-        block = rows_per_request("padded", geometry)
+        block = token_rows(geometry)
         context = torch.minimum(prefix.clamp(max=geometry.window), (prefix - floor).clamp(min=0))
         index = torch.arange(geometry.window + block, device=prefix.device)
         seen = (prefix - context)[:, None] + index

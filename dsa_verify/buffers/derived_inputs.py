@@ -1,110 +1,31 @@
-"""Inputs that follow from a round instead of being part of it, computed on the device: write locations, selections and
-the partial attention results of other ranks.
-
-What is random here is a hash of the round's seed and the element, so that a case needs to store no more than the seed.
-Everything may be captured in a graph. Rows of pad requests are made too; the registry overwrites them with their pad
-values.
-"""
+"""Inputs that follow from a round instead of being part of it, computed on the device: write locations, and the map
+into the pool of the sliding window. Everything may be captured in a graph."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Mapping
 
 import torch
 
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.static_inputs import KV_WORDS
+from dsa_verify.contract.round_table import PAGE_ID_MULTIPLIER
 
 Tensors = Mapping[str, torch.Tensor]
-_MIX: Final = (0x9E3779B1, 0x85EBCA6B, 0x2C1B3C6D)
-_MASK: Final = 0x7FFFFFFF
-# One in so many partial results of a rank is special: NaN, +inf, or owning nothing (contract 8.7).
-_SPECIAL_ONE_IN: Final = 16
-_EMPTY_ONE_IN: Final = 5
 
 
-def expansion(system: str, geometry: Geometry) -> Callable[[Tensors, torch.Tensor, torch.Tensor], Tensors] | None:
-    """fn(drawn inputs, req_to_token, seed word int64 [1]) -> the inputs of `system` that are not drawn; None if it has
-    none."""
-    table = {"padded": _padded, "dcp": _dcp}
-    if system not in table:
-        return None
-    return lambda drawn, req_to_token, seed: table[system](geometry, drawn, req_to_token, seed)
-
-
-def _padded(geometry: Geometry, drawn: Tensors, req_to_token: torch.Tensor, seed: torch.Tensor) -> Tensors:
-    """The slots of the tokens of this step: an engine allocates them before it prepares metadata (contract 7.1)."""
-    lengths = drawn["seq_lens"].long()
-    n = geometry.draft_tokens
-    first, count = {
-        "decode": (lengths - 1, 1),
-        "verify": (lengths, n),
-        "draft_block": (lengths, n - 1),
-        "draft_extend": (lengths - n, n),
-    }[geometry.padded_mode]
-    return {"out_cache_loc": _slots_at(req_to_token, drawn, first, count)}
-
-
-def _slots_at(req_to_token: torch.Tensor, drawn: Tensors, first: torch.Tensor, count: int) -> torch.Tensor:
+def slots_at(req_to_token: torch.Tensor, drawn: Tensors, first: torch.Tensor, count: int) -> torch.Tensor:
     """R[req, first + i] for i < count; 0 where that is before position 0."""
     position = first[:, None] + torch.arange(count, device=first.device)
     found = req_to_token[drawn["req_pool_indices"].long()[:, None], position.clamp(0, req_to_token.shape[1] - 1)]
     return torch.where(position >= 0, found, 0).reshape(-1).long()
 
 
-def _dcp(geometry: Geometry, drawn: Tensors, req_to_token: torch.Tensor, seed: torch.Tensor) -> Tensors:
-    lengths, requests = drawn["seq_lens"].long(), drawn["req_pool_indices"].long()
-    batch, topk = lengths.shape[0], geometry.topk
-    # Any position of the request, in any order; the second half of a row has holes.
-    drawn_at = _hash((batch, topk), seed, 1)
-    position = drawn_at % lengths.clamp(min=1)[:, None]
-    chosen = req_to_token[requests[:, None], position]
-    column = torch.arange(topk, device=lengths.device)
-    empty = (lengths[:, None] == 0) | ((column >= topk // 2) & (drawn_at % 3 == 0))
-    lse, special = _partial_lse(geometry, batch, seed)
-    slots = _slots_at(req_to_token, drawn, lengths - 1, 1)
-    word = torch.arange(KV_WORDS, device=lengths.device)
-    out = _unit_floats((geometry.dcp_size, batch, geometry.heads, geometry.head_dim), seed, 2)
-    return {
-        "out_cache_loc": slots,
-        # Of the slot, not of the row: two batch rows may be one request, and what they write is then the same.
-        "kv_rows": _mix(slots[:, None] * KV_WORDS + word, seed, 3).int(),
-        "selected_positions": torch.where(empty, -1, position),
-        "selection": torch.where(empty, -1, chosen),
-        # A rank without weight must hand over finite values, by contract zeros (8.7).
-        "partial_out": torch.where(special[..., None], 0.0, out),
-        "partial_lse": lse,
-    }
-
-
-def _partial_lse(geometry: Geometry, batch: int, seed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [D, batch, heads], and where a rank's weight is zero."""
-    shape = (geometry.dcp_size, batch, geometry.heads)
-    values = _unit_floats(shape, seed, 4) * 20.0
-    kind = _hash(shape, seed, 5)
-    values = torch.where(kind % _EMPTY_ONE_IN == 0, -math.inf, values)
-    values = torch.where(kind % _SPECIAL_ONE_IN == 1, math.nan, values)
-    values = torch.where(kind % _SPECIAL_ONE_IN == 2, math.inf, values)
-    # Some rows belong to no rank at all.
-    nobody = _hash(shape[1:], seed, 6) % _SPECIAL_ONE_IN == 0
-    values = torch.where(nobody, -math.inf, values)
-    return values, ~torch.isfinite(values)
-
-
-def _unit_floats(shape: tuple[int, ...], seed: torch.Tensor, lane: int) -> torch.Tensor:
-    """float32 in [-1, 1), multiples of 2**-22, so that both sides and any device agree on the bits."""
-    return ((_hash(shape, seed, lane) & 0x7FFFFF) - (1 << 22)).float() * 2.0**-22
-
-
-def _hash(shape: tuple[int, ...], seed: torch.Tensor, lane: int) -> torch.Tensor:
-    """int64 in [0, 2**31) of each element."""
-    return _mix(torch.arange(math.prod(shape), device=seed.device), seed, lane).reshape(shape)
-
-
-def _mix(element: torch.Tensor, seed: torch.Tensor, lane: int) -> torch.Tensor:
-    mixed = (element * _MIX[0] + seed * _MIX[1] + lane * _MIX[2]) & _MASK
-    mixed = ((mixed ^ (mixed >> 15)) * _MIX[2]) & _MASK
-    mixed = ((mixed ^ (mixed >> 12)) * _MIX[1]) & _MASK
-    return mixed ^ (mixed >> 16)
+def full_to_swa(geometry: Geometry, device: torch.device) -> torch.Tensor:
+    """Where each slot lies in the smaller pool of the sliding window; the last entry stands for none."""
+    page = geometry.allocator_page
+    pages = torch.arange(geometry.slots // page, device=device)
+    # Any map of pages will do that keeps offsets; pages of different requests may share one. The pad slot's page is
+    # not page 0, so that a slot which was not translated shows.
+    swa = ((pages + 1) * PAGE_ID_MULTIPLIER >> 3) % max(len(pages) // 2, 1)
+    slots = (swa[:, None] * page + torch.arange(page, device=device)).flatten()
+    return torch.cat([slots, torch.full_like(slots[:1], -1)]).int()

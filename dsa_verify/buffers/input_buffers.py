@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from dsa_verify.buffers.arena import Guard
-from dsa_verify.buffers.derived_inputs import expansion
 from dsa_verify.buffers.input_memory import InputMemory
 from dsa_verify.buffers.region import Control
 from dsa_verify.buffers.tail_reset import BufferRegistry
@@ -26,10 +25,9 @@ from dsa_verify.contract.round_table import (
     Array,
     RoundTable,
     page_ordinals,
-    token_capacity,
 )
-from dsa_verify.contract.static_inputs import static_inputs
 from dsa_verify.contract.subject import Inputs
+from dsa_verify.contract.system import System
 
 _DTYPES: Final = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
 _MOVE_WORDS: Final = 4  # row, ordinal of its first page, origin, pages taken from there
@@ -78,7 +76,7 @@ class InputBuffers:
 
     def __init__(
         self,
-        system: str,
+        system: System,
         geometry: Geometry,
         widest: int,
         device: torch.device,
@@ -88,10 +86,10 @@ class InputBuffers:
         forget: Collection[str] = (),
     ):
         self.geometry, self.widest, self._device = geometry, widest, device
-        self._specs = static_inputs(system, geometry)
-        self._expand = expansion(system, geometry)
+        self._specs = system.inputs(geometry)
+        self._derive = system.derive
         self._drawn = [spec.name for spec in self._specs if spec.drawn]
-        tokens = token_capacity(system, geometry, widest)
+        tokens = system.capacity(geometry, widest)
         self._columns = _Columns.of(self._drawn, widest, tokens, remap_slots)
         self._packed = torch.zeros((capacity, self._columns.width), dtype=torch.int32, device=device)
         self._cursor = torch.zeros(1, dtype=torch.int64, device=device)
@@ -168,12 +166,12 @@ class InputBuffers:
         if columns.moves.stop > columns.moves.start:
             self._move(*row[columns.moves].long().view(_MOVE_WORDS, -1))
         sources = {name: row[piece][:bucket] for name, piece in columns.inputs.items()}
-        if self._expand is not None:
+        if self._derive is not None:
             table = self._view(self._oracle, bucket).req_to_token
-            sources |= self._expand(sources, table, row[columns.seed].long())
+            sources |= self._derive(self.geometry, sources, table, row[columns.seed].long())
         raw = row[columns.raw]
         self._registry.fill_from(sources, raw, bucket, poison=True)
-        if self._expand is not None:
+        if self._derive is not None:
             self._oracle_registry.fill_from(sources, raw, bucket)
             return
         for spec, tensor in zip(self._specs, self._views(self._oracle, bucket).values(), strict=True):
@@ -203,7 +201,7 @@ class InputBuffers:
         slots = (starts[:, :, None] + self._offsets).flatten(1)[:, : self.geometry.token_columns]
         return slots.to(torch.int32) * (rows != PAD_REQUEST)[:, None]
 
-    def _inputs(self, system: str, memory: InputMemory, form: str) -> Inputs:
+    def _inputs(self, system: System, memory: InputMemory, form: str) -> Inputs:
         geometry = self.geometry
         of_batch = "plain" if form == FAR else form
         tensors = {
@@ -218,9 +216,9 @@ class InputBuffers:
             # Those with columns apart first: the smallest strides are theirs, whose memory grows with them most.
             for spec in sorted(self._specs, key=lambda spec: not spec.columns_apart)
         }
-        if system == "padded":
-            swa = self._full_to_swa()
-            tensors["full_to_swa"] = memory.tensor("full_to_swa", tuple(swa.shape), swa.dtype, "plain", 0).copy_(swa)
+        for name, make in system.constants.items():
+            made = make(geometry, self._device)
+            tensors[name] = memory.tensor(name, tuple(made.shape), made.dtype, "plain", 0).copy_(made)
         shape = (geometry.request_rows, geometry.token_columns)
         table = memory.tensor("req_to_token", shape, torch.int32, form, geometry.slots - 1)
         inputs = Inputs(req_to_token=table, **tensors)
@@ -229,16 +227,6 @@ class InputBuffers:
             starts = self._page_starts(part * geometry.pages_per_row)
             inputs.req_to_token[part[0] : part[-1] + 1] = self._slots(part, starts)
         return inputs
-
-    def _full_to_swa(self) -> torch.Tensor:
-        """Return where each slot lies in the smaller pool of the sliding window; the last entry stands for none."""
-        geometry, page = self.geometry, self.geometry.allocator_page
-        pages = torch.arange(geometry.slots // page, device=self._device)
-        # Any map of pages will do that keeps offsets; pages of different requests may share one. The pad slot's page is
-        # not page 0, so that a slot which was not translated shows.
-        swa = ((pages + 1) * PAGE_ID_MULTIPLIER >> 3) % max(len(pages) // 2, 1)
-        slots = (swa[:, None] * page + torch.arange(page, device=self._device)).flatten()
-        return torch.cat([slots, torch.full_like(slots[:1], -1)]).int()
 
     def _view(self, inputs: Inputs, bucket: int) -> Inputs:
         return dataclasses.replace(inputs, **self._views(inputs, bucket))

@@ -20,17 +20,17 @@ from dsa_verify.base.writable import write
 from dsa_verify.contract import progress
 from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.geometry import parse_settings
-from dsa_verify.contract.round import read_case
+from dsa_verify.contract.system import System
 from dsa_verify.graphs import Backend, open_backend
 from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.report import document
 from dsa_verify.report.terminal import Terminal
+from dsa_verify.rounds.case_file import read_case
 from dsa_verify.rounds.matrix import Config
 from dsa_verify.run.runner import Outcome, Run, open_run, status_of
 from dsa_verify.run.verify import replay_command
 from dsa_verify.subjects.faults import systems_of
 from dsa_verify.systems.catalogue import DEFAULT_SUBJECT, get_system, settled_geometry, systems_to_run
-from dsa_verify.systems.system import System
 from dsa_verify.waivers.waivers import Ledger, choose_ledger
 from fuzz.configurations import configurations, describe, share_out, visited
 from fuzz.engine.coverage import Coverage, say
@@ -171,7 +171,7 @@ def _fuzz_system(
             setup,
             config.rounds,
             options.seed,
-            Coverage(system.name, config.geometry, config.buckets),
+            Coverage(system, config.geometry, config.buckets),
             folder=options.folder,
             resident=options.resident,
             on_rounds=terminal.advance,

@@ -15,10 +15,11 @@ from dsa_verify.base.device import environment
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract import progress
 from dsa_verify.contract.geometry import parse_settings
-from dsa_verify.contract.round import Scenario, read_case
+from dsa_verify.contract.round import Scenario
 from dsa_verify.graphs import Backend, open_backend
 from dsa_verify.report import document, junit
 from dsa_verify.report.terminal import Terminal
+from dsa_verify.rounds.case_file import read_case
 from dsa_verify.rounds.edge_configs import edges, why_not_here
 from dsa_verify.rounds.matrix import Config, diagnostic_matrix
 from dsa_verify.run.runner import Run, Runner, open_run, status_of

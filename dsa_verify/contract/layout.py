@@ -136,17 +136,18 @@ class Field:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The fields of `system` at a bucket of `bucket` requests and `tokens` token rows, in reporting order. UsageError
-    for several ranks in a system of one."""
+    """The fields of `system` at a bucket of `bucket` requests and `tokens` token rows, in reporting order.
+    `ranks`: whether it may have several ranks; UsageError for several in a system of one."""
 
     system: str
     geometry: Geometry
     bucket: int
     tokens: int
     fields: tuple[Field, ...]
+    ranks: bool = False
 
     def __post_init__(self) -> None:
-        if self.system != "dcp" and self.geometry.dcp_size > 1:
+        if not self.ranks and self.geometry.dcp_size > 1:
             raise UsageError(f"dcp_size: {self.geometry.dcp_size} has no effect in {self.system}; leave it out")
 
     def __iter__(self) -> Iterator[Field]:

@@ -14,10 +14,9 @@ import mmap
 import os
 import pickle
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
-if TYPE_CHECKING:
-    from dsa_verify.contract.round_table import RoundTable
+RoundTable = Any  # which rounds are tabulated in is nothing that notes of them depend on
 
 # Stages, by number; what is said of them is in STAGES.
 OURS, IMPORT, CONSTRUCT, ALLOCATE, WARM_UP, CAPTURE, BEFORE_REPLAY, REPLAY, OUTPUTS, DEVICE, FOREIGN = range(11)

@@ -4,16 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import Geometry
-
-if TYPE_CHECKING:  # the reader of cases needs the rules only, in processes that have no other use for NumPy
-    import numpy as np
-    import numpy.typing as npt
-
-    Array = npt.NDArray[np.int64]
 
 
 def graph_tokens(geometry: Geometry, bucket: int) -> int:
@@ -86,14 +79,3 @@ def padded_to_bucket(
     if cap is not None:
         padded = [min(length, cap) for length in padded]
     return tuple(padded), tokens if sum(padded) == tokens else None
-
-
-def padded_verify_lens(geometry: Geometry, bucket: Array, raw: Array, verify_lens: Array) -> Array:
-    """`padded_to_bucket` of many rounds, without a cap: int64 [M, B] (contract 9).
-
-    `bucket`, `raw`: [M]. `verify_lens`: [M, B], of which the first `raw` count.
-    """
-    padded = verify_lens * 0
-    for i, (slots, live) in enumerate(zip(bucket.tolist(), raw.tolist(), strict=True)):
-        padded[i, :slots] = padded_to_bucket(verify_lens[i, :live].tolist(), slots, graph_tokens(geometry, slots))[0]
-    return padded

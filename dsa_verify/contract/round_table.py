@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.batch import Batch
 from dsa_verify.contract.geometry import DISJOINT_GENERATIONS, Geometry
-from dsa_verify.contract.kpool import check_lengths, live_candidates
-from dsa_verify.contract.ragged import graph_tokens, padded_verify_lens
-from dsa_verify.contract.round import POISONS, Round, drawn_lens, has_floors, pooled_indexer
+from dsa_verify.contract.live import live_candidates, live_tokens, owned_rows, owners
+from dsa_verify.contract.round import POISONS, Round
+from dsa_verify.contract.static_inputs import PAD_REQUEST
+from dsa_verify.contract.system import System
 
-PAD_REQUEST: Final = 0
 PAGE_ID_MULTIPLIER: Final = 0x9E3779B1  # odd, so multiplying permutes the ids modulo a power of two
 
 Array = npt.NDArray[np.int64]
@@ -99,43 +100,8 @@ class RoundTable:
         )
 
 
-def rows_per_request(system: str, geometry: Geometry) -> int:
-    """Return the token rows of a request in a system where all requests have as many."""
-    n = geometry.draft_tokens
-    if system == "padded":
-        return {"decode": 1, "verify": n, "draft_block": n - 1, "draft_extend": n}[geometry.padded_mode]
-    return n
-
-
-def token_capacity(system: str, geometry: Geometry, bucket: int) -> int:
-    """Return the token rows that a graph of `bucket` requests is captured with; in ragged_verify G of contract 9."""
-    return graph_tokens(geometry, bucket) if system == "ragged_verify" else bucket * rows_per_request(system, geometry)
-
-
-def tokens_written_back(system: str, geometry: Geometry) -> int:
-    """Return how far before its length ends a request writes its first token in a step (contract 4.2, 7.1, 8.2)."""
-    n = geometry.draft_tokens
-    step = geometry.padded_mode if system == "padded" else system
-    return {"target_verify": 0, "ragged_verify": 0, "verify": 0, "draft_block": 0, "draft_extend": n}.get(step, 1)
-
-
-def pages_before_writes(system: str, geometry: Geometry, lengths: Any) -> Any:
-    """Whole allocator pages before the first token that a request of each length writes in a step: those that it may
-    share with another. `lengths`: an integer, or any array or tensor of them."""
-    back = tokens_written_back(system, geometry)
-    return (lengths - back) * (lengths > back) // geometry.allocator_page
-
-
-def seq_len_fill(system: str, geometry: Geometry) -> int:
-    """Return the length that a pad row holds (contract 0.2)."""
-    if system == "draft_extend" and geometry.pool_size > 1:
-        # Keeps the first pool write of a pad row, seq - N, at or above a whole pool.
-        return max(1, geometry.draft_tokens + geometry.pool_size)
-    return 1
-
-
 def tabulate(
-    system: str,
+    system: System,
     geometry: Geometry,
     rounds: Sequence[Round],
     generations: Array,
@@ -151,7 +117,7 @@ def tabulate(
     """
     count, n = len(rounds), geometry.draft_tokens
     slots = remap_slots if remap_slots is not None else max((len(r.remap) for r in rounds), default=0)
-    seq_lens = np.full((count, widest_bucket), seq_len_fill(system, geometry), np.int64)
+    seq_lens = np.full((count, widest_bucket), system.pad_length(geometry), np.int64)
     requests = np.full((count, widest_bucket), PAD_REQUEST, np.int64)
     extend_lens = np.full((count, widest_bucket), n, np.int64)
     accept_lens = np.full((count, widest_bucket), n, np.int64)
@@ -162,8 +128,9 @@ def tabulate(
     for i, round_ in enumerate(rounds):
         raw = round_.raw_batch
         _check_fits(round_, widest_bucket, slots, where=f"rounds[{i}].")
-        if pooled_indexer(geometry):
-            check_lengths(system, geometry, round_.seq_lens, where=f"rounds[{i}].")  # type: ignore[arg-type]
+        system.check_lengths(geometry, round_.seq_lens, where=f"rounds[{i}].")
+        if system.check_round is not None:
+            system.check_round(geometry, round_.bucket, round_.verify_lens or (), f"rounds[{i}].")
         seq_lens[i, :raw] = round_.seq_lens
         requests[i, :raw] = round_.requests
         if round_.extend_lens is not None:
@@ -221,7 +188,7 @@ def _check_fits(round_: Round, widest_bucket: int, remap_slots: int, *, where: s
 
 
 def complete_table(
-    system: str,
+    system: System,
     geometry: Geometry,
     *,
     bucket: Array,
@@ -242,23 +209,18 @@ def complete_table(
     foreign: Array | None = None,
 ) -> RoundTable:
     """A table from its drawn columns; adds what the contract derives from them (live bounds, token rows)."""
-    count, widest = seq_lens.shape
-    in_bucket = np.arange(widest)[None, :] < bucket[:, None]
-    if system == "draft_extend":
-        owned = extend_lens
-    elif system == "ragged_verify":
-        owned = padded_verify_lens(geometry, bucket, raw, verify_lens)
-    else:
-        owned = np.full_like(extend_lens, rows_per_request(system, geometry))
-    # Contract 1.2, 9: in verify the rows of a request are live up to the length with its whole draft.
-    live_tokens = seq_lens + owned if system in ("target_verify", "ragged_verify") else seq_lens
-    owned = np.where(in_bucket, owned, 0)
-    token_rows = owned.sum(1)
-    row_request = np.zeros((count, token_capacity(system, geometry, widest)), np.int64)
-    if system != "decode":
-        for i in range(count):
-            row_request[i, : token_rows[i]] = np.repeat(np.arange(widest), owned[i])
-    lens = drawn_lens(system, geometry)
+    widest = seq_lens.shape[1]
+    batch = Batch(
+        row=np.arange(widest),
+        bucket=bucket[:, None],
+        raw=raw[:, None],
+        tokens=np.array([system.capacity(geometry, int(each)) for each in bucket], np.int64)[:, None],
+        seq_lens=seq_lens,
+        lens={"extend_lens": extend_lens, "accept_lens": accept_lens, "verify_lens": verify_lens},
+    )
+    owned = owned_rows(np, system, geometry, batch)
+    row_request, token_rows = owners(np, batch, owned, np.arange(system.capacity(geometry, widest)))
+    lens = system.lens(geometry)
     return RoundTable(
         bucket=bucket,
         raw=raw,
@@ -266,15 +228,15 @@ def complete_table(
         twice=twice,
         foreign=np.zeros_like(twice) if foreign is None else foreign,
         seed=seed,
-        token_rows=token_rows,
+        token_rows=token_rows[:, 0],
         seq_lens=seq_lens,
         requests=requests,
         extend_lens=extend_lens,
         accept_lens=accept_lens,
         verify_lens=verify_lens,
         replay_floors=replay_floors,
-        live_tokens=live_tokens,
-        live_candidates=_live_candidates(system, geometry, raw, seq_lens, accept_lens),
+        live_tokens=live_tokens(system, batch, owned),
+        live_candidates=live_candidates(np, system, geometry, batch),
         row_request=row_request,
         remap_rows=remap_rows,
         remap_generations=remap_generations,
@@ -283,16 +245,8 @@ def complete_table(
         ragged="extend_lens" in lens,
         accepts="accept_lens" in lens,
         verifies="verify_lens" in lens,
-        floors=has_floors(system, geometry),
+        floors=system.floors(geometry),
     )
-
-
-def _live_candidates(system: str, geometry: Geometry, raw: Array, seq_lens: Array, accept_lens: Array) -> Array:
-    """Columns of `write_loc` that a consumer reads; none of a pad request, whose whole row it skips (contract 4.2)."""
-    if not pooled_indexer(geometry):
-        return np.zeros_like(seq_lens)
-    live = live_candidates(system, geometry, seq_lens, accept_lens)  # type: ignore[arg-type]
-    return np.where(np.arange(seq_lens.shape[1])[None, :] < raw[:, None], live, 0)
 
 
 def page_ordinals(geometry: Geometry, rows: Array, generations: Array) -> Array:

@@ -18,7 +18,6 @@ from dsa_verify.contract.glue_route import Route
 from dsa_verify.contract.owners import held_in
 from dsa_verify.contract.round import POISONS, Round
 from dsa_verify.contract.round_table import RoundTable
-from dsa_verify.diagnosis import dcp_explanations as diagnose_dcp
 from dsa_verify.diagnosis.diagnose import broken_law, diagnose_field, explain_guard, if_replayed_again
 from dsa_verify.diagnosis.evidence import Evidence, Moment
 from dsa_verify.judge.judge import RING_ENTRIES, Difference, Phase, Tally, expected_words, live_words
@@ -61,7 +60,7 @@ def confirm(setup: ReplaySetup, rounds: Sequence[Round], *, waived: set[Covered]
         capture = {bucket: _capture_moment(setup, captured) for bucket, captured in replayer.buckets.items()}
 
         def look_at_replay(captured: CapturedBucket, row: int) -> None:
-            evidence = _evidence(captured, _moment(captured, table, row), history, capture)
+            evidence = _evidence(captured, _moment(setup, captured, table, row), history, capture)
             found.extend(_findings(setup, replayer, captured, evidence, doubts, told))
             found.extend(_beyond_waivers(setup, captured, evidence, {finding.field for finding in found}, waived))
             history.append(evidence.now)
@@ -465,8 +464,8 @@ def _evidence(
     )
 
 
-def _moment(captured: CapturedBucket, table: RoundTable, row: int) -> Moment:
-    bucket, given = captured.bucket, captured.inputs.tensors() if captured.layout.system == "dcp" else {}
+def _moment(setup: ReplaySetup, captured: CapturedBucket, table: RoundTable, row: int) -> Moment:
+    bucket, given = captured.bucket, captured.inputs.tensors()
     return Moment(
         round=row,
         bucket=bucket,
@@ -479,11 +478,11 @@ def _moment(captured: CapturedBucket, table: RoundTable, row: int) -> Moment:
         token_rows=int(table.token_rows[row]),
         poison=POISONS[int(table.poison[row])],
         want=host_copy(captured.oracle_buffers),
-        inputs={name: given[name].cpu().clone() for name in diagnose_dcp.INPUTS if name in given},
+        inputs={name: given[name].cpu().clone() for name in setup.system.told},
     )
 
 
 def _capture_moment(setup: ReplaySetup, captured: CapturedBucket) -> Moment:
     """What was right for the inputs at capture: every row a pad row (contract 0.2)."""
     idle = setup.table([Round(bucket=captured.bucket, seq_lens=(), requests=())])
-    return dataclasses.replace(_moment(captured, idle, 0), round=-1, want=captured.at_capture)
+    return dataclasses.replace(_moment(setup, captured, idle, 0), round=-1, want=captured.at_capture)

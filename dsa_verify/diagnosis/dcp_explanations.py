@@ -19,8 +19,6 @@ from dsa_verify.contract.finding import Diagnosis
 from dsa_verify.contract.layout import Row
 from dsa_verify.diagnosis.evidence import Element, Evidence, Explanation
 
-# The inputs of a round that these explanations look at.
-INPUTS: Final = ("out_cache_loc", "kv_rows", "selection", "partial_lse")
 _OF_RANK: Final = re.compile(r"rank(\d+)_(\w+)")
 
 

@@ -118,7 +118,7 @@ def describe_place(evidence: Evidence, field: Field, row: int, column: int) -> s
                 words.append(f"draft position {row - now.row_request.index(batch_row)}")
             elif field.columns == geometry.draft_tokens > 1 and not field.column_step:
                 words.append(f"draft position {column}")
-            if evidence.layout.system == "dcp" and field.columns > 1 and not field.column_step:
+            if evidence.layout.ranks and field.columns > 1 and not field.column_step:
                 words.append(diagnose_dcp.entry(evidence, field.name, column))
             if field.name == "page_table":  # of full width, so without a step (contract 7.1)
                 words.append(f"page {column}")

@@ -17,28 +17,23 @@ import torch
 from dsa_verify.base.errors import UsageError
 from dsa_verify.buffers.arena import TORCH_DTYPES
 from dsa_verify.buffers.region import Control, Kind, Region, as_words
+from dsa_verify.contract.batch import Batch
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.kpool import shortest_length
 from dsa_verify.contract.layout import Layout
-from dsa_verify.contract.ragged import graph_tokens
-from dsa_verify.contract.round import pooled_indexer
-from dsa_verify.contract.round_table import rows_per_request
-from dsa_verify.contract.static_inputs import StaticInput, static_inputs
+from dsa_verify.contract.live import live_candidates, live_tokens, owned_rows, owners
+from dsa_verify.contract.static_inputs import StaticInput
 from dsa_verify.contract.subject import Inputs
+from dsa_verify.contract.system import System
+from dsa_verify.systems.catalogue import get_system
 
 SLOTS_REGION: Final = "req_to_token"
-# Their lengths are those before the draft, so that N more tokens are live (contract 1.2, 9).
-ADDS_DRAFT: Final = ("target_verify", "ragged_verify")
 
 
-def input_specs(system: str, geometry: Geometry) -> tuple[StaticInput, ...]:
+def input_specs(system: System, geometry: Geometry) -> tuple[StaticInput, ...]:
     """The inputs with rows of the batch that a server has; UsageError for a system whose outputs depend on more."""
-    if system == "dcp":
-        raise UsageError(
-            "system 'dcp': its outputs hold what earlier replays wrote into the pools, which a check cannot know; "
-            "use dsa-verify replay"
-        )
-    return static_inputs(system, geometry)
+    if system.unknowable:
+        raise UsageError(f"system {system.name!r}: {system.unknowable}; use dsa-verify replay")
+    return system.inputs(geometry)
 
 
 def token_columns(geometry: Geometry) -> int:
@@ -68,10 +63,13 @@ class LegalInputs:
 
     def __init__(self, layout: Layout, taken: Taken, *, request_rows: int, raw: torch.Tensor, tails: bool):
         self._layout, self._geometry, self._taken, self._raw = layout, layout.geometry, taken, raw
-        self._specs = {spec.name: spec for spec in input_specs(layout.system, layout.geometry)}
+        self._system = get_system(layout.system)
+        self._specs = {spec.name: spec for spec in input_specs(self._system, layout.geometry)}
         device, bucket = taken.rows.device, layout.bucket
         self._row = torch.arange(bucket, device=device)
         self._token = torch.arange(layout.tokens, device=device)
+        self._bucket = torch.full((1, 1), bucket, device=device)
+        self._tokens = torch.full((1, 1), layout.tokens, device=device)
         self._rows_of = {
             spec.rows: self._row if spec.rows == 1 else torch.arange(bucket * spec.rows, device=device)
             for spec in self._specs.values()
@@ -91,7 +89,6 @@ class LegalInputs:
         self.requests = self._legal["req_pool_indices"]
         self.inputs = Inputs(req_to_token=taken.rows, full_to_swa=taken.full_to_swa, **for_oracle)
         self.control = self._new_control()
-        self._fixed_owners()
 
     def limits(self, name: str) -> tuple[int, int]:
         """The legal values of an input, both included."""
@@ -139,8 +136,7 @@ class LegalInputs:
     def _limits_of(self, name: str, request_rows: int) -> tuple[int, int]:
         geometry, n = self._geometry, self._geometry.draft_tokens
         if name == "seq_lens":
-            pooled = pooled_indexer(geometry)
-            return (shortest_length(self._layout.system, geometry) if pooled else 0), geometry.context  # type: ignore[arg-type]
+            return self._system.shortest_length(geometry), geometry.context
         if name == "req_pool_indices":
             return 0, request_rows - 1
         if name == "out_cache_loc":
@@ -162,7 +158,7 @@ class LegalInputs:
         """int64 [bucket]: positions below are read, at least the first one."""
         return (self._legal["seq_lens"].long() + self._geometry.draft_tokens).clamp(1, self._taken.rows.shape[1])
 
-    # Which elements are live: the rules of rounds.py, on the device -------------------------------------------------
+    # Which elements are live: the rules of contract/live.py, on the device --------------------------------------------
 
     def _new_control(self) -> Control:
         device, bucket = self._row.device, self._layout.bucket
@@ -173,49 +169,21 @@ class LegalInputs:
             row_request=torch.zeros(self._layout.tokens, dtype=torch.int32, device=device),
         )
 
-    def _fixed_owners(self) -> None:
-        """Note the owners of token rows that never change, as every request owns as many."""
-        system, per_request = self._layout.system, rows_per_request(self._layout.system, self._geometry)
-        if system not in ("decode", "ragged_verify"):
-            self.control.row_request.copy_(self._token // per_request)
-
     def _update_control(self) -> None:
-        system, control, seq_lens = self._layout.system, self.control, self._legal["seq_lens"]
-        owned = self._owned_rows()
-        live = seq_lens
-        if system in ADDS_DRAFT:
-            live = seq_lens + (self._geometry.draft_tokens if owned is None else owned)
-        control.live_tokens.copy_(live)
-        if owned is not None:
-            ends = torch.cumsum(owned, 0, dtype=torch.int64)
-            owner = torch.searchsorted(ends, self._token, right=True)
-            control.row_request.copy_(owner.masked_fill_(self._token >= ends[-1:], 0))
-            control.token_rows.copy_(ends[-1:])
-        if pooled_indexer(self._geometry):
-            control.live_candidates.copy_(self._live_candidates(seq_lens.long()))
-
-    def _owned_rows(self) -> torch.Tensor | None:
-        """int64 [bucket]: token rows of each request where they differ; None where all have as many."""
-        if "extend_lens" in self._legal and self._layout.system == "draft_extend":
-            return self._legal["extend_lens"].long()
-        if self._layout.system != "ragged_verify":
-            return None
-        # Contract 9: leftover tokens go to the pad requests, the first of them one more, or else to the last request.
-        lens, bucket = self._legal["verify_lens"].long(), self._layout.bucket
-        pad = self._row >= self._raw
-        lens = torch.where(pad, 0, lens)
-        leftover, pads = graph_tokens(self._geometry, bucket) - lens.sum(), bucket - self._raw
-        divisor = pads.clamp(min=1)
-        share = torch.div(leftover, divisor, rounding_mode="floor") + (self._row - self._raw < leftover % divisor)
-        last = (self._row == bucket - 1) & (pads == 0)
-        return torch.where(pad, share, lens + torch.where(last, leftover, 0)).clamp(min=0)
-
-    def _live_candidates(self, seq_lens: torch.Tensor) -> torch.Tensor:
-        """kpool_rules.live_candidates, none for pad rows (contract 4.2)."""
-        system, pool = self._layout.system, self._geometry.pool_size
-        start = seq_lens - shortest_length(system, self._geometry)  # type: ignore[arg-type]
-        written: torch.Tensor | int = 1 if system in ("decode", "mtp") else self._geometry.draft_tokens
-        if system == "draft_extend":
-            written = self._legal["accept_lens"].long()
-        closed = (start + written) // pool - start // pool
-        return torch.where(self._row < self._raw, closed, 0)
+        system, geometry, control = self._system, self._geometry, self.control
+        batch = Batch(
+            row=self._row,
+            bucket=self._bucket,
+            raw=self._raw.view(1, 1),
+            tokens=self._tokens,
+            seq_lens=self._legal["seq_lens"].long().unsqueeze(0),
+            lens={
+                name: value.long().unsqueeze(0) for name, value in self._legal.items() if self._specs[name].rows == 1
+            },
+        )
+        owned = owned_rows(torch, system, geometry, batch)
+        row_request, token_rows = owners(torch, batch, owned, self._token)
+        control.row_request.copy_(row_request[0])
+        control.token_rows.copy_(token_rows[0])
+        control.live_tokens.copy_(live_tokens(system, batch, owned)[0])
+        control.live_candidates.copy_(live_candidates(torch, system, geometry, batch)[0])

@@ -21,17 +21,17 @@ from dsa_verify.buffers.region import Control, Region, field_regions
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.layout import DTYPE_BYTES, Compare, Layout
 from dsa_verify.contract.subject import Subject
+from dsa_verify.contract.system import System
 from dsa_verify.judge.judge import Judge, Phase, Tally
 from dsa_verify.judge.normalise import CanonicalItems
 from dsa_verify.judge.output_check import no_view
 from dsa_verify.overlay.copies import GroupedCopy, Piece, copy_plainly
 from dsa_verify.overlay.inputs import LegalInputs, Taken, token_columns
 from dsa_verify.overlay.launch import Facts, OwnStream
-from dsa_verify.overlay.ring import CaptureRing, live_draft_tokens
+from dsa_verify.overlay.ring import CaptureRing
 from dsa_verify.overlay.sources import Sources
 from dsa_verify.replay.replayer import ORACLE_WORD
 from dsa_verify.systems.indexer import WRITE_PLAN
-from dsa_verify.systems.system import System
 
 Tensors = dict[str, torch.Tensor]
 _PAGES: Final = "pages"
@@ -289,7 +289,7 @@ class Lane:
         index = torch.arange(self.bucket, device=self.device)
         ends = torch.zeros(self.bucket, dtype=torch.int32, device=self.device)
         write = self.ring.writer(self.layout, self.taken.values, self.taken.rows, index, ends, number, self.raw)
-        added = live_draft_tokens(self.layout.system, self.plan.geometry)
+        added = self.plan.system.drafted(self.plan.geometry)
 
         def record() -> None:
             live = (self.taken.values["seq_lens"].long() + added).clamp(0, self.taken.rows.shape[1])

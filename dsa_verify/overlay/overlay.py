@@ -27,6 +27,7 @@ import torch
 
 from dsa_verify.base.errors import NothingVerified, UsageError
 from dsa_verify.contract.geometry import Geometry
+from dsa_verify.overlay.inputs import input_specs
 from dsa_verify.overlay.setup import Reference, Setup, Shared
 from dsa_verify.overlay.summary import LineLog, Reasons, Summary
 from dsa_verify.systems.catalogue import get_system
@@ -129,11 +130,7 @@ class Overlay:
         """
         known = get_system(system)
         settled = Geometry.resolve(geometry) if isinstance(geometry, str) else geometry
-        if system == "dcp":
-            raise UsageError(
-                "system 'dcp': its outputs hold what earlier replays wrote into the pools, which a check cannot know; "
-                "use dsa-verify replay"
-            )
+        input_specs(known, settled)  # refuses a system that no check can know
         layout = known.layout(settled, 1)
         unknown = [name for name in fields or () if name not in layout]
         if unknown or fields == ():

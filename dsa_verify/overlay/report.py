@@ -19,7 +19,7 @@ from dsa_verify.contract.owners import Owner, OwnerOf
 from dsa_verify.diagnosis.diagnose import describe_place, diagnose_field, shown
 from dsa_verify.diagnosis.evidence import Evidence, Moment
 from dsa_verify.judge.judge import Difference, Phase, Tally, expected_words, live_words
-from dsa_verify.overlay.inputs import ADDS_DRAFT, SLOTS_REGION
+from dsa_verify.overlay.inputs import SLOTS_REGION
 from dsa_verify.overlay.lane import Lane
 from dsa_verify.overlay.launch import Facts
 
@@ -217,7 +217,7 @@ def _one_row_each(lane: Lane, field: Field, want: torch.Tensor, owners: list[int
 
 def _idle_tokens(lane: Lane) -> int:
     pad = lane.legal.spec("seq_lens").pad
-    return pad + (lane.plan.geometry.draft_tokens if lane.layout.system in ADDS_DRAFT else 0)
+    return pad + (lane.plan.geometry.draft_tokens if lane.plan.system.adds_draft else 0)
 
 
 def _owners(lane: Lane, evidence: Host, now: Moment) -> OwnerOf:

@@ -15,10 +15,8 @@ from typing import Final
 import torch
 
 from dsa_verify.base.errors import UsageError
-from dsa_verify.buffers.derived_inputs import expansion
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.layout import Layout
-from dsa_verify.contract.round_table import rows_per_request
 from dsa_verify.overlay.inputs import input_specs, token_columns
 from dsa_verify.overlay.launch import OwnStream
 from dsa_verify.overlay.pages import list_pages
@@ -52,12 +50,12 @@ class CaptureRing:
     ):
         if not 1 <= rounds <= MAX_ROUNDS:
             raise UsageError(f"rounds: {rounds} is outside 1..{MAX_ROUNDS}; choose a number inside")
-        self.system, self.geometry, self.widest, self.rounds = system, geometry, widest, rounds
+        self.system, self.geometry, self.widest, self.rounds = get_system(system), geometry, widest, rounds
         self.subject, self.fault = subject, fault
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
-        self._drawn = [spec.name for spec in input_specs(system, geometry) if spec.drawn]
+        self._drawn = [spec.name for spec in input_specs(self.system, geometry) if spec.drawn]
         self._pages = -(-token_columns(geometry) // geometry.allocator_page)
         width = len(_HEAD) + widest * (len(self._drawn) + self._pages)
         size = 4 * (rounds + 1) * width
@@ -123,7 +121,7 @@ class CaptureRing:
         """Do as `dump`, from copies of `state` on the host."""
         return to_case(
             self._read(store, int(cursor)),
-            get_system(self.system).name,
+            self.system,
             self.geometry,
             subject=self.subject,
             fault=self.fault,
@@ -152,9 +150,9 @@ class CaptureRing:
         head["misplaced"].zero_()
         columns = row[len(_HEAD) :][: drawn * self.widest].view(drawn, self.widest)[:, :bucket]
         pages = row[len(_HEAD) + drawn * self.widest :].view(self.widest, self._pages)[:bucket]
-        expected = expansion(self.system, self.geometry)
+        derive = self.system.derive
         seed = torch.zeros(1, dtype=torch.int64, device=self._device)
-        per_request = rows_per_request(self.system, self.geometry)
+        per_request = self.system.token_rows(self.geometry)
         token = torch.arange(bucket * per_request, device=self._device)
 
         def write() -> None:
@@ -163,9 +161,10 @@ class CaptureRing:
             for column, name in zip(columns, self._drawn, strict=True):
                 column.copy_(values[name])
             list_pages(request_map, index, ends, self.geometry.allocator_page, pages, head["broken"])
-            if expected is not None:
+            if derive is not None:
                 lengths = values["seq_lens"].clamp(0, self.geometry.context)
-                made = expected({"seq_lens": lengths, "req_pool_indices": index}, request_map, seed)["out_cache_loc"]
+                drawn = {"seq_lens": lengths, "req_pool_indices": index}
+                made = derive(self.geometry, drawn, request_map, seed)["out_cache_loc"]
                 off = (made != values["out_cache_loc"]) & (token < raw * per_request)
                 head["misplaced"].copy_(off.sum().view(1))
             at = torch.where(self._frozen > 0, self.rounds, self._cursor % self.rounds)
@@ -175,7 +174,7 @@ class CaptureRing:
         return write
 
     def _open(self, bucket: int, inputs: object) -> tuple[Sources, Callable[[], None]]:
-        layout = get_system(self.system).layout(self.geometry, bucket)
+        layout = self.system.layout(self.geometry, bucket)
         sources = Sources.of_inputs(layout, inputs)
         if sources.device != self._device:
             raise UsageError(f"device: the inputs are on {sources.device}, the ring is on {self._device}")
@@ -188,14 +187,14 @@ class CaptureRing:
         return sources, write
 
     def _writer_of(self, bucket: int, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-        layout = get_system(self.system).layout(self.geometry, bucket)
+        layout = self.system.layout(self.geometry, bucket)
         request_map = tensors["req_to_token"]
         index = torch.zeros(bucket, dtype=torch.int64, device=self._device)
         ends = torch.zeros(bucket, dtype=torch.int32, device=self._device)
         facts = self._facts
         batch = torch.arange(bucket, device=self._device)
         write = self.writer(layout, tensors, request_map, index, ends, facts.number, facts.raw)
-        added = live_draft_tokens(self.system, self.geometry)
+        added = self.system.drafted(self.geometry)
         most = min(token_columns(self.geometry), request_map.shape[1])
 
         def body() -> None:
@@ -231,12 +230,3 @@ class CaptureRing:
                 )
             )
         return found
-
-
-def live_draft_tokens(system: str, geometry: Geometry) -> int:
-    """Tokens that are live beyond `seq_lens`, which in some systems is the length before the draft (contract 0.1)."""
-    if system in ("target_verify", "ragged_verify"):
-        return geometry.draft_tokens
-    if system == "padded":
-        return {"verify": geometry.draft_tokens, "draft_block": geometry.draft_tokens - 1}.get(geometry.padded_mode, 0)
-    return 0

@@ -18,8 +18,10 @@ from typing import Final
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.round import Round, Scenario, drawn_lens, has_floors, one_floor_each, parse_case
+from dsa_verify.contract.round import Round, Scenario, one_floor_each
 from dsa_verify.contract.round_table import PAD_REQUEST
+from dsa_verify.contract.system import System
+from dsa_verify.rounds.case_file import parse_case
 
 MAX_CASE_BYTES: Final = 100_000
 _COUNTS: Final = ("extend_lens", "accept_lens", "verify_lens")
@@ -64,7 +66,7 @@ class Dump:
 
 def to_case(
     recorded: Sequence[Recorded],
-    system: str,
+    system: System,
     geometry: Geometry,
     *,
     subject: str | None = None,
@@ -121,14 +123,14 @@ def to_case(
     )
 
 
-def _why_unusable(each: Recorded, system: str, geometry: Geometry) -> str | None:
-    """Say why no case can hold this round; None if one can."""
+def _why_unusable(each: Recorded, system: System, geometry: Geometry) -> str | None:
+    """Why no case can hold this round; None if one can."""
     for length in each.seq_lens:
         if not 0 <= length <= geometry.context:
             return f"a length outside 0..context {geometry.context}"
     if any(request < 0 for request in each.requests):
         return "a request row below 0"
-    for name, least in drawn_lens(system, geometry).items():
+    for name, least in system.lens(geometry).items():
         if any(not least <= value <= geometry.draft_tokens for value in each.lens.get(name, ())):
             return f"{name} outside {least}..draft_tokens {geometry.draft_tokens}"
     return None
@@ -136,7 +138,7 @@ def _why_unusable(each: Recorded, system: str, geometry: Geometry) -> str | None
 
 def _write(
     recorded: Sequence[Recorded],
-    system: str,
+    system: System,
     geometry: Geometry,
     subject: str | None,
     fault: str | None,
@@ -148,7 +150,7 @@ def _write(
     if fewest > geometry.request_rows or "request_rows" in geometry.overrides():
         geometry = geometry.replace(request_rows=max(fewest, 2))
     scenario = Scenario(
-        system=system,
+        system=system.name,
         geometry=geometry,
         buckets=tuple(sorted({each.bucket for each in recorded}, reverse=True)),
         rounds=rounds,
@@ -184,14 +186,14 @@ class _Names:
         return moved
 
 
-def _round(each: Recorded, system: str, geometry: Geometry, names: _Names) -> Round:
+def _round(each: Recorded, system: System, geometry: Geometry, names: _Names) -> Round:
     remap = []
     for request, pages in zip(each.requests, each.pages, strict=True):
         if names.has_moved(request, pages) and request != PAD_REQUEST:
             remap.append(names.name(request))
-    lens = {name: each.lens[name] for name in drawn_lens(system, geometry)}
+    lens = {name: each.lens[name] for name in system.lens(geometry)}
     assert set(lens) <= set(_COUNTS), f"a round cannot say {set(lens) - set(_COUNTS)}"
-    if has_floors(system, geometry):
+    if system.floors(geometry):
         lens["replay_floors"] = one_floor_each(each.requests, each.lens["replay_floors"])
     return Round(
         bucket=each.bucket,

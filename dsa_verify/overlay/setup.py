@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.systems.system import System
+from dsa_verify.contract.system import System
 
 if TYPE_CHECKING:
     from dsa_verify.overlay.launch import Facts, Mailbox, OwnStream

@@ -17,6 +17,7 @@ from dsa_verify.buffers.arena import TORCH_DTYPES, Identity
 from dsa_verify.buffers.region import rows_are_whole
 from dsa_verify.contract.layout import Layout
 from dsa_verify.overlay.inputs import input_specs, token_columns
+from dsa_verify.systems.catalogue import get_system
 
 Check = Callable[[torch.Tensor], str | None]
 
@@ -48,6 +49,7 @@ class Sources:
     @classmethod
     def of_inputs(cls, layout: Layout, source: Any, paths: Mapping[str, str] | None = None) -> Sources:
         """The inputs of `layout`, each in its first rows for this bucket. UsageError lists all that is wrong."""
+        system = get_system(layout.system)
         wanted = [
             _Wanted(
                 name=spec.name,
@@ -55,12 +57,12 @@ class Sources:
                 wrong=_wrong_vector(layout.bucket * spec.rows),
                 rows=layout.bucket * spec.rows,
             )
-            for spec in input_specs(layout.system, layout.geometry)
+            for spec in input_specs(system, layout.geometry)
         ]
         columns = token_columns(layout.geometry)
         wanted.append(_Wanted(name="req_to_token", path=_path(paths, "req_to_token"), wrong=_wrong_map(columns)))
-        if layout.system == "padded":
-            wanted.append(_Wanted(name="full_to_swa", path=_path(paths, "full_to_swa"), wrong=_wrong_constant))
+        for name in system.constants:
+            wanted.append(_Wanted(name=name, path=_path(paths, name), wrong=_wrong_constant))
         return cls(f"inputs of {layout.system}, bucket {layout.bucket}", wanted, source)
 
     @classmethod

@@ -18,8 +18,8 @@ import torch
 from dsa_verify.base.errors import DeviceLost, OutOfMemory, UsageError
 from dsa_verify.contract import progress
 from dsa_verify.contract.finding import Finding
-from dsa_verify.contract.round import read_case
 from dsa_verify.graphs import open_backend
+from dsa_verify.rounds.case_file import read_case
 from dsa_verify.rounds.matrix import Config, diagnostic_matrix
 from dsa_verify.run.runner import Run, Runner, Subject, open_run
 from dsa_verify.systems.catalogue import get_system, settled_geometry

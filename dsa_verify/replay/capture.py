@@ -35,6 +35,7 @@ from dsa_verify.contract.engine_form import OwnForm
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.layout import Compare, Layout
 from dsa_verify.contract.subject import Buffers, Inputs, Routed, Subject, SubjectFactory, current_outputs, make_subject
+from dsa_verify.contract.system import System
 from dsa_verify.graphs import Backend, Graph
 from dsa_verify.graphs.capturing import CAPTURE_ERROR_MODE, no_collection
 from dsa_verify.judge.judge import Judge, Phase
@@ -44,7 +45,6 @@ from dsa_verify.judge.output_check import wrong_outputs
 from dsa_verify.judge.pad_rows import own_rows
 from dsa_verify.replay.bucket import CapturedBucket, Judges, Shown, host_copy, nothing
 from dsa_verify.replay.subject_stages import SubjectError, SubjectStages
-from dsa_verify.systems.system import System
 from dsa_verify.waivers.mask import WaivedWords
 from dsa_verify.waivers.waivers import Waiver
 

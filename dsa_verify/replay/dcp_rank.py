@@ -48,7 +48,9 @@ class RankRun:
         self._geometry, self._bucket, self._rank, self._device = geometry, bucket, rank, device
         system = get_system("dcp")
         layout = system.layout(geometry, bucket)
-        self._input_buffers = InputBuffers("dcp", geometry, bucket, device, capacity=capacity, remap_slots=1)
+        self._input_buffers = InputBuffers(
+            get_system("dcp"), geometry, bucket, device, capacity=capacity, remap_slots=1
+        )
         self._arena = Arena([layout], device, LOUD_WORD)
         self._oracle_buffers = Arena([layout.for_oracle()], device, LOUD_WORD).at(bucket)
         buffers = self._arena.at(bucket)
@@ -75,7 +77,9 @@ class RankRun:
     def replay(self, rounds: Sequence[Round]) -> None:
         """Replay and judge each round."""
         generations = np.zeros(self._geometry.request_rows, np.int64)
-        table = tabulate("dcp", self._geometry, rounds, generations, widest_bucket=self._bucket, remap_slots=1)
+        table = tabulate(
+            get_system("dcp"), self._geometry, rounds, generations, widest_bucket=self._bucket, remap_slots=1
+        )
         self._input_buffers.reset()
         self._input_buffers.upload(table)
         for _ in rounds:

@@ -30,6 +30,7 @@ from dsa_verify.contract.glue_route import Route, route
 from dsa_verify.contract.layout import Layout, Row
 from dsa_verify.contract.round_table import RoundTable
 from dsa_verify.contract.subject import SubjectFactory
+from dsa_verify.contract.system import System
 from dsa_verify.graphs import Backend, Graph
 from dsa_verify.judge.judge import RING_ENTRIES, Phase, Tally
 from dsa_verify.replay import compilations
@@ -38,7 +39,6 @@ from dsa_verify.replay.bucket import AddressChange, CapturedBucket, WrongRoute
 from dsa_verify.replay.capture import Capture, HarnessGraphs
 from dsa_verify.replay.observation import BucketSeen, Observation
 from dsa_verify.replay.subject_stages import SubjectError, SubjectStages
-from dsa_verify.systems.system import System
 from dsa_verify.waivers.waivers import Waiver
 
 ORACLE_WORD: Final = -0x4D4D4D4E  # int32 of 0xB2B2B2B2: what the oracle has not written is no poison of the subject
@@ -93,7 +93,7 @@ class Replayer:
         # Largest first, as engines capture, so that a shared pool fits the later ones.
         order = sorted(buckets, reverse=True)
         sizes = {"capacity": capacity, "remap_slots": remap_slots}
-        self.input_buffers = InputBuffers(system.name, geometry, order[0], self.device, **sizes, forget=forget)
+        self.input_buffers = InputBuffers(system, geometry, order[0], self.device, **sizes, forget=forget)
         layouts = [without_pools(system.layout(geometry, bucket), leave_out) for bucket in order]
         self.arena = Arena(layouts, self.device, LOUD_WORD)
         self.oracle_arena = Arena([layout.for_oracle() for layout in layouts], self.device, ORACLE_WORD)

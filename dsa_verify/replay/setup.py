@@ -16,13 +16,13 @@ from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round, Scenario
 from dsa_verify.contract.round_table import Array, RoundTable, tabulate
 from dsa_verify.contract.subject import SubjectFactory, has_foreign_work, not_covered
+from dsa_verify.contract.system import System
 from dsa_verify.graphs import Backend
 from dsa_verify.replay.replayer import Replayer
 from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
 from dsa_verify.subjects.faults import brings_foreign_work, check_field, forgotten_inputs, plant
 from dsa_verify.systems.catalogue import subject_factory
 from dsa_verify.systems.engines import check_device
-from dsa_verify.systems.system import System
 from dsa_verify.waivers.waivers import NO_WAIVERS, Ledger, Waiver
 
 _FOREIGN_SHARE: Final = 0.125  # of the rounds
@@ -163,7 +163,7 @@ class ReplaySetup:
         """`rounds` as a table. It counts its remaps in `generations`, where tables follow one another; without them it
         starts from request pages never remapped."""
         return tabulate(
-            self.system.name,
+            self.system,
             self.geometry,
             rounds,
             self.generations() if generations is None else generations,

@@ -7,7 +7,6 @@ Engines keep within them, so the matrix does; whoever changes a table's width or
 from __future__ import annotations
 
 import dataclasses
-import enum
 from typing import Final
 
 import numpy as np
@@ -15,14 +14,13 @@ import torch
 
 from dsa_verify.buffers.input_memory import FAR_ELEMENTS
 from dsa_verify.contract.dcp import local_rows
-from dsa_verify.contract.geometry import FAR, MAX_BATCH, MAX_CONTEXT_TOKENS, Geometry
+from dsa_verify.contract.edge_kind import EdgeKind
+from dsa_verify.contract.geometry import FAR, MAX_BATCH, Geometry
 from dsa_verify.contract.layout import DTYPE_BYTES
-from dsa_verify.contract.round import POISONS, Round, drawn_lens
-from dsa_verify.contract.round_table import rows_per_request
+from dsa_verify.contract.round import POISONS, Round
 from dsa_verify.contract.static_inputs import KV_WORDS
-from dsa_verify.rounds.matrix import SCRIPTED_ROUNDS, Config, boundaries, shortest_seq_len, undefined_when_empty
-from dsa_verify.systems.mtp import destinations
-from dsa_verify.systems.system import System
+from dsa_verify.contract.system import System
+from dsa_verify.rounds.matrix import SCRIPTED_ROUNDS, Config, boundaries, undefined_when_empty
 
 ROUNDS: Final = 3  # each with another poison; where they are cheap, all that are scripted
 GAP_BATCH: Final = 4
@@ -35,8 +33,6 @@ LONG_BATCH: Final = 3
 LONG_DRAFT: Final = 8
 WIDE_ELEMENTS: Final = 1 << 31
 WIDE_DRAFT: Final = 4
-# Of padded, whose widest table has a column for each 128 tokens: the longest context, and as many rows as that leaves.
-WIDE_PADDED: Final[dict[str, object]] = {"padded_mode": "verify", "draft_tokens": 16, "context": MAX_CONTEXT_TOKENS}
 POOL_WORDS: Final = 1 << 31
 POOL_BATCH, POOL_RANKS = 8, 2
 MILLION: Final = 1 << 20
@@ -52,38 +48,12 @@ _FAR_ROWS: Final[dict[str, object]] = {"input_view": FAR, "index_dtype": "int32"
 _LARGEST: Final = _OWN_WIDTHS | {"context": BATCH_CONTEXT, "request_rows": MAX_BATCH + 2}
 
 
-class EdgeKind(enum.Enum):
-    """The kinds of edges, in the order in which they are run."""
-
-    GAP = "tables with a gap behind each row"
-    BATCH = "the largest batch"
-    LONG = "requests of a million tokens"
-    FAR = "request rows up to 2**31 elements apart"
-    WIDE = "tables of more than 2**31 elements"
-    POOLS = "pools of more than 2**31 words a rank"
-    EMPTY = "every length 0"  # a known defect may end the process here, so that nothing can run after it
-
-
 _SHAPES: Final[tuple[tuple[EdgeKind, int, int, dict[str, object]], ...]] = (
     (EdgeKind.GAP, GAP_BATCH, WIDE_DRAFT, {"table_view": "strided"}),
     (EdgeKind.BATCH, MAX_BATCH, BATCH_DRAFT, _LARGEST),
     (EdgeKind.LONG, LONG_BATCH, LONG_DRAFT, _A_MILLION),
     (EdgeKind.FAR, FAR_BATCH, WIDE_DRAFT, _FAR_ROWS),
 )
-
-
-_TABLES: Final = frozenset(EdgeKind) - {EdgeKind.POOLS}
-# By system, the edges that it has: a gap behind rows is a matter of the page tables that are copied (contract 2.2).
-_KINDS: Final[dict[str, frozenset[EdgeKind]]] = {
-    "decode": _TABLES,
-    "target_verify": _TABLES,
-    "draft_extend": _TABLES,
-    "mtp": _TABLES,
-    "ragged_verify": _TABLES - {EdgeKind.GAP},
-    "padded": _TABLES - {EdgeKind.GAP, EdgeKind.EMPTY},
-    "dcp": frozenset({EdgeKind.BATCH, EdgeKind.LONG, EdgeKind.FAR, EdgeKind.POOLS}),
-}
-_RANKS: Final = {EdgeKind.BATCH: 4, EdgeKind.LONG: 8, EdgeKind.FAR: 2}  # of dcp
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,25 +71,24 @@ def edges(system: System, geometry: Geometry, *, seed: int, fixed: frozenset[str
     found = []
     for kind, batch, draft, changes in _SHAPES:
         settings = changes | {"draft_tokens": draft if system.drafts else 1}
-        if system.name == "dcp" and kind in _RANKS and "dcp_size" not in fixed:
-            settings["dcp_size"] = _RANKS[kind]
-        if kind in _KINDS[system.name] and not fixed & settings.keys():
-            found.append(_edge(kind, system, geometry.replace(**settings), batch, seed))
-    if EdgeKind.WIDE in _KINDS[system.name]:
+        if kind in system.edges and not fixed & settings.keys():
+            for own in _changes(system, kind, fixed):
+                found.append(_edge(kind, system, geometry.replace(**settings, **own), batch, seed))
+    if EdgeKind.WIDE in system.edges:
         found += _widest(system, geometry, seed, fixed)
-    if EdgeKind.POOLS in _KINDS[system.name]:
+    if EdgeKind.POOLS in system.edges:
         found += _pools(system, geometry, seed, fixed)
-    if EdgeKind.EMPTY in _KINDS[system.name]:
+    if EdgeKind.EMPTY in system.edges:
         found += _empty(system, geometry, WIDE_DRAFT if system.drafts else 1, seed, fixed)
     return found
 
 
 def _empty(system: System, geometry: Geometry, draft: int, seed: int, fixed: frozenset[str]) -> list[Edge]:
-    if shortest_seq_len(system.name, geometry):
+    if system.shortest_length(geometry):
         return []
     rows = {"draft_tokens": draft, "request_rows": max(geometry.request_rows, EMPTY_BATCH + 2)}
     geometry = geometry.replace(**{name: value for name, value in rows.items() if name not in fixed})
-    if geometry.request_rows <= EMPTY_BATCH or not undefined_when_empty(system.name, geometry, EMPTY_BATCH):
+    if geometry.request_rows <= EMPTY_BATCH or not undefined_when_empty(system, geometry, EMPTY_BATCH):
         return []
     only = Round(bucket=EMPTY_BATCH, seq_lens=(0,) * EMPTY_BATCH, requests=tuple(range(1, EMPTY_BATCH + 1)))
     config = Config(
@@ -148,29 +117,33 @@ def _pools(system: System, geometry: Geometry, seed: int, fixed: frozenset[str])
     return [dataclasses.replace(edge, device_bytes=(2 * 2 * POOL_RANKS + _WORKING_TABLES) * pool)]
 
 
-def _draft_steps(system: System, fixed: frozenset[str]) -> list[dict[str, int]]:
-    """Return so few draft steps of mtp that each is copied to alone, and so many that three are (contract 2.3)."""
-    return [{"draft_steps": 2}, {"draft_steps": 4}] if system.name == "mtp" and "draft_steps" not in fixed else [{}]
+def _changes(system: System, kind: EdgeKind, fixed: frozenset[str]) -> list[dict[str, object]]:
+    """What of its own fields `system` has otherwise at this edge, but for the `fixed` ones."""
+    variants = [
+        {name: value for name, value in fields.items() if name not in fixed}
+        for fields in system.edge_fields.get(kind, ({},))
+    ]
+    return [each for i, each in enumerate(variants) if each not in variants[:i]]
 
 
 def _widest(system: System, geometry: Geometry, seed: int, fixed: frozenset[str]) -> list[Edge]:
-    """Tables of more than 2**31 elements; two of mtp."""
+    """Tables of more than 2**31 elements."""
     wide: dict[str, object] = {**_A_MILLION, "wide_table": True, "draft_tokens": WIDE_DRAFT if system.drafts else 1}
-    if system.name == "padded":
-        wide = {**_A_MILLION, **WIDE_PADDED}
+    if system.widest:
+        wide = {**_A_MILLION, **system.widest}
     if fixed & wide.keys():
         return []
-    return [_wide(system, geometry.replace(**wide, **steps), seed) for steps in _draft_steps(system, fixed)]
+    return [_wide(system, geometry.replace(**wide, **own), seed) for own in _changes(system, EdgeKind.WIDE, fixed)]
 
 
 def _wide(system: System, geometry: Geometry, seed: int) -> Edge:
     """The rows of the last request begin at element 2**31 of the widest table, or beyond."""
-    per_request = _rows_per_request(system, geometry)
+    per_request = system.token_rows(geometry) if system.drafts else 1
     columns = max(field.columns for field in system.layout(geometry, 1))
     batch = WIDE_ELEMENTS // columns // per_request + 1
     edge = _edge(EdgeKind.WIDE, system, geometry, batch, seed)
     note = f"tables of {batch * per_request} x {columns}, more than 2**31 elements"
-    note += f", {destinations(geometry)} draft step(s)" if system.name == "mtp" else ""
+    note += f", {system.note(geometry)}" if system.note(geometry) else ""
     script = _live_to_the_end(system, geometry, batch)
     return dataclasses.replace(edge, config=dataclasses.replace(edge.config, note=note, script=script))
 
@@ -179,7 +152,7 @@ def _live_to_the_end(system: System, geometry: Geometry, batch: int) -> tuple[Ro
     """Rounds without pad rows, so that what lies beyond element 2**31 is live: each request is there many times."""
     lengths, requests = np.resize(boundaries(geometry), batch), np.resize(range(1, geometry.request_rows), batch)
     # All that a request may verify, so that a graph's token rows are all theirs (contract 9).
-    verify_lens = (geometry.draft_tokens,) * batch if "verify_lens" in drawn_lens(system.name, geometry) else None
+    verify_lens = (geometry.draft_tokens,) * batch if "verify_lens" in system.lens(geometry) else None
     rounds = []
     for i in range(ROUNDS):
         lengths, requests = np.roll(lengths, i), np.roll(requests, i)
@@ -211,10 +184,6 @@ def _device_bytes(kind: EdgeKind, system: System, geometry: Geometry, batch: int
         return _FAR_MEMORIES * FAR_ELEMENTS * 4
     sizes = [field.elements * DTYPE_BYTES[field.dtype] for field in system.layout(geometry, batch) if not field.alias]
     return 2 * 2 * sum(sizes) + _WORKING_TABLES * max(sizes)
-
-
-def _rows_per_request(system: System, geometry: Geometry) -> int:
-    return rows_per_request(system.name, geometry) if system.drafts else 1
 
 
 def why_not_here(edge: Edge, device: torch.device) -> str | None:

@@ -14,9 +14,8 @@ from typing import Final
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.schedule_variants import VARIANTS
-from dsa_verify.systems.system import System
+from dsa_verify.contract.system import System
 
-SYSTEMS_WITH_INDEXER: Final = ("decode", "target_verify", "draft_extend", "ragged_verify", "mtp")
 # By preset without an indexer, those with one: alone, and with pools, which forbid requests of length 0.
 INDEXED_PRESETS: Final = {
     "deepseek_v32": ("deepseek_v32_indexer", "glm53_flash"),
@@ -31,7 +30,7 @@ def indexer_turn(system: System, geometry: Geometry, i: int, fixed: frozenset[st
     """The geometry of configuration `i` before anything else of it turns: `geometry`, or the same with an indexer
     where it is its turn. It never is if `fixed` holds "indexer", or if the layout does not allow an indexer."""
     presets = INDEXED_PRESETS.get(geometry.preset)
-    if system.name not in SYSTEMS_WITH_INDEXER or geometry.indexer or "indexer" in fixed or presets is None:
+    if not system.indexer or geometry.indexer or "indexer" in fixed or presets is None:
         return geometry
     if (i - i // 4) % 4 != 2:
         return geometry

@@ -16,49 +16,26 @@ import numpy as np
 import numpy.typing as npt
 
 from dsa_verify.base.errors import UsageError
-from dsa_verify.contract.geometry import LOG_BASES, MAX_BATCH, PADDED_MODES, WARM_UPS, Geometry
-from dsa_verify.contract.kpool import shortest_length
-from dsa_verify.contract.padded import LOW_RATIOS
-from dsa_verify.contract.ragged import graph_tokens
-from dsa_verify.contract.round import POISONS, SEED_LIMIT, Round, drawn_lens, has_floors, one_floor_each, pooled_indexer
+from dsa_verify.contract.geometry import WARM_UPS, Geometry
+from dsa_verify.contract.round import POISONS, SEED_LIMIT, Round, one_floor_each
 from dsa_verify.contract.round_table import (
     PAD_REQUEST,
     Array,
     RoundTable,
     complete_table,
-    pages_before_writes,
-    seq_len_fill,
     tabulate,
 )
 from dsa_verify.contract.schedule_variants import VARIANTS, Placement
+from dsa_verify.contract.system import OWN_TABLES, Shapes, System
 from dsa_verify.contract.topk_plan import PLAN_RULES
 from dsa_verify.rounds.indexer_turns import architecture_turn, indexer_turn
-from dsa_verify.systems.catalogue import OF_OTHERS, OWN_TABLES
-from dsa_verify.systems.system import System
+from dsa_verify.systems.shapes import swing, with_drafts, without_drafts
 
-# Of the published 272-replay diagnostic: what a run has that says only one of them.
-BATCHES: Final = (1, 4, 16, 48)
-DRAFTS: Final = (2, 4, 6, 8)
-# Otherwise so that batches lie across the groups of 64 and blocks of 128 requests that kernels take at once, and rows,
-# with those of the second bucket, on the multiples of 32 up to 128 and beside them. 1,032 rows are more than the 1,024
-# that a schedule is counted in, and have the indexer (indexer_turns.py).
-DECODE_BATCHES: Final = (1, 2, 4, 16, 33, 48, 63, 64, 65, 95, 96, 97, 127, 128, 129, 160)
-DRAFT_SHAPES: Final = (
-    *((1, 2), (11, 3), (1, 6), (13, 5)),
-    *((21, 3), (19, 5), (43, 3), (129, 8)),
-    *((65, 2), (16, 4), (16, 6), (4, 8)),
-    *((48, 2), (48, 4), (48, 6), (16, 8)),
-)
 SCRIPTED_ROUNDS: Final = 17
-PADDED_BUCKETS: Final = (48, 14)
-DCP_SIZES: Final = (1, 2, 3, 4, 8)
-DRAFT_STEPS: Final = (4, 2, 3, 5)
 CHUNK_ROUNDS: Final = 512  # rounds between two polls of the judge
 REMAPS_PER_ROUND: Final = 4
 LONG_LENGTH: Final = 100_001  # the length the published 272-replay diagnostic goes up to
 
-EMPTY_SYSTEMS: Final = ("decode", "draft_extend", "mtp")  # with a row of length 0 where a request has that length
-RAGGED_ROWS: Final = 512  # the most of ragged_verify, whose second graph has a request slot for each
 _UNDEFINED_ROWS: Final = 32  # a schedule over so many rows, or a multiple, must not be of lengths 0 alone
 _RAGGED: Final = (1, 7, 13)  # rounds of full batches
 _NONE_EXTENDS: Final = 10
@@ -94,7 +71,7 @@ class Config:
         scripted = _scripted(self, rng, self.rounds) if self.script is None else list(self.script)
         if scripted:
             yield tabulate(
-                self.system.name,
+                self.system,
                 self.geometry,
                 scripted,
                 generations,
@@ -140,14 +117,9 @@ def diagnostic_matrix(
         turning: dict[str, object] = {"input_view": _FORMS[i % 3], "index_dtype": _INDEX_DTYPES[i % 2]}
         if (i - i // 4) % 4 == 1 and OWN_TABLES not in fixed:
             turning["table_width"] = base.context * 2 // 3 | 1  # odd, so that no page and no block divides it
-        if system.name == "dcp":
-            turning |= {"dcp_size": DCP_SIZES[i % len(DCP_SIZES)], "log_base": LOG_BASES[i % 2]}
-        if OF_OTHERS not in fixed:
-            turning |= _turning_of_ours(system, base, i)
+        turning |= system.turn(base, i, fixed)
         turning |= architecture_turn(base, i, fixed)
         turning["warm_ups"] = WARM_UPS[i // 3 % 2]
-        if system.name == "padded" and "replay_floor" not in fixed:
-            turning["request_floors"] = True
         turning["request_rows"] = max(geometry.request_rows, max(buckets) + 2)
         turning |= changes
         if geometry.request_rows <= max(buckets) and "request_rows" in fixed:
@@ -156,25 +128,10 @@ def diagnostic_matrix(
                 f"the pad request; use {max(buckets) + 1} or more"
             )
         settled = base.replace(**{key: value for key, value in turning.items() if key not in fixed})
-        count = rounds if rounds is not None else len(_script_shapes(system.name, buckets))
+        count = rounds if rounds is not None else len(_script_shapes(system, buckets))
         note = ", ".join(_what_is_special(geometry, settled))
         configs.append(Config(system=system, geometry=settled, buckets=buckets, rounds=count, seed=seed, note=note))
     return configs
-
-
-def _turning_of_ours(system: System, geometry: Geometry, i: int) -> dict[str, object]:
-    """Return what only our own pipelines have different in configuration `i`.
-
-    It is the draft steps of mtp, in half of dcp blocks of a page, and in every fourth of padded, once a mode, the
-    ratios 1 and 2.
-    """
-    if system.name == "mtp":
-        return {"draft_steps": DRAFT_STEPS[(i + i // 4) % 4]}
-    if system.name == "dcp":
-        return {"dcp_block": (1, geometry.page_size)[i // 2 % 2]}
-    if system.name == "padded" and (i + i // 4) % 4 == 2 and geometry.page_size % max(LOW_RATIOS) == 0:
-        return {"low_ratios": True}
-    return {}
 
 
 def _what_is_special(geometry: Geometry, settled: Geometry) -> Iterator[str]:
@@ -193,36 +150,10 @@ def _shapes(
     batches: Sequence[int] | None,
     drafts: Sequence[int] | None,
     fixed: frozenset[str],
-) -> list[tuple[tuple[int, ...], dict[str, object]]]:
-    """(buckets, fields of the geometry) of each configuration."""
-    if system.name == "padded":
-        modes = (geometry.padded_mode,) if "padded_mode" in fixed else PADDED_MODES
-        buckets = tuple(dict.fromkeys(batches or PADDED_BUCKETS))
-        return [(buckets, {"padded_mode": mode, "draft_tokens": draft}) for mode in modes for draft in drafts or DRAFTS]
-    if not system.drafts:
-        return [((batch, companion(batch)), {"draft_tokens": 1}) for batch in batches or DECODE_BATCHES]
-    chosen = batches or drafts
-    pairs = [(b, n) for b in batches or BATCHES for n in drafts or DRAFTS] if chosen else DRAFT_SHAPES
-    if system.name == "ragged_verify":
-        if not chosen:
-            pairs = [(batch, min(n, RAGGED_ROWS // batch)) for batch, n in pairs]
-        # As many token rows in both graphs, so that only the request slots tell them apart (contract 9).
-        for batch, n in pairs:
-            if batch * n > MAX_BATCH:
-                raise UsageError(
-                    f"batch: {batch} requests of draft length {n} have a second graph beside them, of one token each, "
-                    f"which would be {batch * n} requests, and {MAX_BATCH} is the most; use {MAX_BATCH // n} or fewer"
-                )
-        return [
-            (tuple(dict.fromkeys((batch, batch * n))), {"draft_tokens": n, "graph_tokens": batch * n})
-            for batch, n in pairs
-        ]
-    return [((batch, companion(batch)), {"draft_tokens": draft}) for batch, draft in pairs]
-
-
-def companion(batch: int) -> int:
-    """The second bucket of a configuration: the one it is interleaved with."""
-    return 2 if batch == 1 else max(1, batch // 3)
+) -> Shapes:
+    if system.shapes is not None:
+        return system.shapes(geometry, batches, drafts, fixed)
+    return with_drafts(batches, drafts) if system.drafts else without_drafts(batches)
 
 
 def boundaries(geometry: Geometry) -> Array:
@@ -240,13 +171,13 @@ def boundaries(geometry: Geometry) -> Array:
 
 def _scripted(config: Config, rng: np.random.Generator, count: int) -> list[Round]:
     """The first `count` scripted rounds, fewer if there are not so many."""
-    geometry, system = config.geometry, config.system.name
+    geometry, system = config.geometry, config.system
     values = boundaries(geometry)
     rows = rng.permutation(np.arange(1, geometry.request_rows))
     rounds = []
     for i, (bucket, wanted) in enumerate(_script_shapes(system, config.buckets)[:count]):
         raw = min(wanted, len(rows))
-        lengths = np.maximum(_script_lengths(i, raw, values, geometry.context), shortest_seq_len(system, geometry))
+        lengths = np.maximum(_script_lengths(i, raw, values, geometry.context), system.shortest_length(geometry))
         if raw == bucket and not lengths.any() and undefined_when_empty(system, geometry, bucket):
             lengths[0] = 1
         if i % 2:
@@ -273,34 +204,22 @@ def _scripted(config: Config, rng: np.random.Generator, count: int) -> list[Roun
                 prefixes=_script_prefixes(i, spare, remap.tolist(), rows),
                 poison=POISONS[i % 3],
                 twice=i in (4, 11),
-                seed=int(rng.integers(SEED_LIMIT)) if system == "dcp" else 0,
+                seed=int(rng.integers(SEED_LIMIT)) if system.seeded else 0,
             )
         )
     return rounds
 
 
-def _script_shapes(system: str, buckets: tuple[int, ...]) -> list[tuple[int, int]]:
+def _script_shapes(system: System, buckets: tuple[int, ...]) -> list[tuple[int, int]]:
     """(bucket, raw batch) of each scripted round."""
+    if system.script is not None:
+        return system.script(buckets)
     main, other = buckets[0], buckets[-1]
-    # Large, small, idle, large over the same buffers.
-    swing = [(main, main), (main, min(3, main)), (main, 0), (main, main)]
-    if system == "padded":
-        # Every raw batch, from both ends in turn, so that each tail was live rows a moment ago.
-        walks = [[(bucket, raw) for raw in _both_ends(bucket)] for bucket in dict.fromkeys(buckets)]
-        return swing + [shape for walk in walks for shape in walk]
-    shapes = []
-    for i in range(SCRIPTED_ROUNDS - len(swing)):
+    shapes, last = [], swing(main)
+    for i in range(SCRIPTED_ROUNDS - len(last)):
         bucket = other if i % 3 == 2 else main
         shapes.append((bucket, (bucket, bucket, bucket, max(bucket - 1, 0), bucket // 2)[i % 5]))
-    return shapes + swing
-
-
-def _both_ends(most: int) -> list[int]:
-    """`most`, 0, `most` - 1, 1, ... until each of 0 to `most` was there."""
-    order: list[int] = []
-    for low in range(most // 2 + 1):
-        order += [most - low, low]
-    return list(dict.fromkeys(order))
+    return shapes + last
 
 
 def _script_lengths(i: int, raw: int, values: Array, context: int) -> Array:
@@ -326,7 +245,7 @@ def _in_turn(rounds: tuple[int, int, int], i: int, raw: int) -> int:
 
 def _script_extends(config: Config, i: int, raw: int) -> tuple[int, ...] | None:
     """Ragged with a zero in some rounds, nothing at all in one; all N otherwise, or where rounds do not say them."""
-    if "extend_lens" not in drawn_lens(config.system.name, config.geometry) or i not in (*_RAGGED, _NONE_EXTENDS):
+    if "extend_lens" not in config.system.lens(config.geometry) or i not in (*_RAGGED, _NONE_EXTENDS):
         return None
     row = np.arange(raw)
     ragged = np.where(row == _in_turn(_RAGGED, i, raw), 0, 1 + (i // 2 + row) % config.geometry.draft_tokens)
@@ -335,7 +254,7 @@ def _script_extends(config: Config, i: int, raw: int) -> tuple[int, ...] | None:
 
 def _script_accepts(config: Config, i: int, raw: int) -> tuple[int, ...] | None:
     """1 to N accepted tokens in turn, where rounds say them."""
-    if config.system.name != "draft_extend" or not pooled_indexer(config.geometry):
+    if "accept_lens" not in config.system.lens(config.geometry):
         return None
     return tuple(1 + (i + row) % config.geometry.draft_tokens for row in range(raw))
 
@@ -343,7 +262,7 @@ def _script_accepts(config: Config, i: int, raw: int) -> tuple[int, ...] | None:
 def _script_floors(config: Config, i: int, lengths: Array, requests: Array) -> tuple[int, ...] | None:
     """Floors in the window of each request, at both its ends and beyond, and none, in turn (contract 7.1)."""
     geometry = config.geometry
-    if not has_floors(config.system.name, geometry):
+    if not config.system.floors(geometry):
         return None
     before = np.array([0, geometry.window // 2, 1, geometry.window - 1, geometry.window, -1])
     turn = (i + np.arange(len(lengths))) % (len(before) + 1)
@@ -352,8 +271,8 @@ def _script_floors(config: Config, i: int, lengths: Array, requests: Array) -> t
 
 
 def _spare_pages(config: Config, lengths: Array, requests: Array) -> dict[int, int]:
-    """Return how many of its first pages no batch row of a request row writes, by request row."""
-    pages = pages_before_writes(config.system.name, config.geometry, lengths)
+    """By request row, how many of its first pages no batch row of it writes."""
+    pages = config.system.pages_before_writes(config.geometry, lengths)
     return {row: int(pages[requests == row].min()) for row in requests.tolist()}
 
 
@@ -378,10 +297,10 @@ def _script_prefixes(
 
 def _script_verify_lens(config: Config, i: int, bucket: int, raw: int) -> tuple[int, ...] | None:
     """1 to N tokens in turn, as far as the graph has room."""
-    if config.system.name != "ragged_verify":
+    if "verify_lens" not in config.system.lens(config.geometry):
         return None
     wanted = 1 + (i + np.arange(raw) * 3) % config.geometry.draft_tokens
-    room = np.array([graph_tokens(config.geometry, bucket)])
+    room = np.array([config.system.capacity(config.geometry, bucket)])
     return tuple(_within(wanted[None, :], room)[0].tolist())
 
 
@@ -393,21 +312,16 @@ def _within(wanted: Array, room: Array) -> Array:
     return np.where(wanted > 0, 1 + np.clip(spare[:, None] - before, 0, extra), 0)
 
 
-def shortest_seq_len(system: str, geometry: Geometry) -> int:
-    """0, but for a write plan, whose first pool must not lie before position 0 (contract 4.2)."""
-    return shortest_length(system, geometry) if pooled_indexer(geometry) else 0  # type: ignore[arg-type]
-
-
-def undefined_when_empty(system: str, geometry: Geometry, bucket: int) -> bool:
-    """Return whether a full batch of lengths 0 has no defined schedule (contract 3.6)."""
-    if not geometry.indexer or system not in EMPTY_SYSTEMS:
+def undefined_when_empty(system: System, geometry: Geometry, bucket: int) -> bool:
+    """Whether a full batch of lengths 0 has no defined schedule (contract 3.6)."""
+    if not geometry.indexer or not system.empty_rows:
         return False
-    rows, variant = bucket * (geometry.draft_tokens if system == "draft_extend" else 1), VARIANTS[geometry.schedule]
+    rows, variant = system.capacity(geometry, bucket), VARIANTS[geometry.schedule]
     return variant.undefined_when_empty or (variant.placement is Placement.TAIL and rows % _UNDEFINED_ROWS == 0)
 
 
-def is_undefined(system: str, geometry: Geometry, round_: Round) -> bool:
-    """Return whether `round_` asks for a schedule that the contract leaves undefined (3.6)."""
+def is_undefined(system: System, geometry: Geometry, round_: Round) -> bool:
+    """Whether `round_` asks for a schedule that the contract leaves undefined (3.6)."""
     full = round_.raw_batch == round_.bucket and not any(round_.seq_lens)
     return full and undefined_when_empty(system, geometry, round_.bucket)
 
@@ -421,10 +335,10 @@ def _random(config: Config, rng: np.random.Generator, count: int, generations: A
     shape = (count, widest)
     uniform = np.exp(rng.random(shape) * np.log(geometry.context)).astype(np.int64)
     lengths = np.where(rng.random(shape) < 0.5, rng.choice(values, size=shape), np.clip(uniform, 0, geometry.context))
-    lengths = np.maximum(lengths, shortest_seq_len(config.system.name, geometry))
+    lengths = np.maximum(lengths, config.system.shortest_length(geometry))
     live = np.arange(widest)[None, :] < raw[:, None]
     empty = (raw == bucket) & ~(lengths * live).any(1)
-    empty &= np.isin(bucket, [b for b in config.buckets if undefined_when_empty(config.system.name, geometry, b)])
+    empty &= np.isin(bucket, [b for b in config.buckets if undefined_when_empty(config.system, geometry, b)])
     lengths[empty, 0] = 1
     requests = rng.integers(1, geometry.request_rows, size=shape)
     remap_rows = np.where(
@@ -437,18 +351,18 @@ def _random(config: Config, rng: np.random.Generator, count: int, generations: A
         remap_generations[i, slot] = generations[remap_rows[i, slot]]
     remap_origins, remap_pages = _prefixes(config, rng, lengths, np.where(live, requests, PAD_REQUEST), remap_rows)
     return complete_table(
-        config.system.name,
+        config.system,
         geometry,
         bucket=bucket,
         raw=raw,
         poison=rng.integers(0, len(POISONS), size=count),
         twice=(rng.random(count) < 0.02).astype(np.int64),
-        seq_lens=np.where(live, lengths, seq_len_fill(config.system.name, geometry)),
+        seq_lens=np.where(live, lengths, config.system.pad_length(geometry)),
         requests=np.where(live, requests, PAD_REQUEST),
         extend_lens=_extend_lens(config, rng, live),
         verify_lens=_verify_lens(config, rng, bucket, live),
         replay_floors=_floors(config, rng, lengths, requests, live),
-        seed=rng.integers(0, SEED_LIMIT, size=count) if config.system.name == "dcp" else np.zeros(count, np.int64),
+        seed=rng.integers(0, SEED_LIMIT, size=count) if config.system.seeded else np.zeros(count, np.int64),
         accept_lens=np.where(live, rng.integers(1, geometry.draft_tokens + 1, size=shape), geometry.draft_tokens),
         remap_rows=remap_rows,
         remap_generations=remap_generations,
@@ -465,7 +379,7 @@ def _prefixes(
     batch = np.maximum((requests != PAD_REQUEST).sum(1), 1)
     at = (rng.random(len(batch)) * batch).astype(np.int64)
     row, origin = requests[:, :1], np.take_along_axis(requests, at[:, None], axis=1)
-    spare = pages_before_writes(config.system.name, config.geometry, lengths)
+    spare = config.system.pages_before_writes(config.geometry, lengths)
     involved = ((requests == row) | (requests == origin)) & (requests != PAD_REQUEST)
     most = np.where(involved, spare, config.geometry.pages_per_row).min(1)
     chosen = (remap_rows[:, 0] >= 0) & (remap_rows[:, 0] == row[:, 0]) & (most > 0) & (rng.random(len(batch)) < 0.5)
@@ -483,10 +397,10 @@ def _extend_lens(config: Config, rng: np.random.Generator, live: npt.NDArray[np.
 
 
 def _verify_lens(config: Config, rng: np.random.Generator, bucket: Array, live: npt.NDArray[np.bool_]) -> Array:
-    if config.system.name != "ragged_verify":
+    if "verify_lens" not in config.system.lens(config.geometry):
         return np.zeros(live.shape, np.int64)
     wanted = np.where(live, rng.integers(1, config.geometry.draft_tokens + 1, size=live.shape), 0)
-    return _within(wanted, np.array([graph_tokens(config.geometry, int(each)) for each in bucket]))
+    return _within(wanted, np.array([config.system.capacity(config.geometry, int(each)) for each in bucket]))
 
 
 def _floors(
@@ -494,7 +408,7 @@ def _floors(
 ) -> Array:
     """0 of half of the request rows; else around the window of one of the lengths that the row has in this round."""
     geometry, pad = config.geometry, config.geometry.replay_floor
-    if not has_floors(config.system.name, geometry):
+    if not config.system.floors(geometry):
         return np.full_like(lengths, pad)
     shape = (len(lengths), geometry.request_rows)
     of_row = np.zeros(shape, np.int64)

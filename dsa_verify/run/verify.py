@@ -152,7 +152,7 @@ def _failed(setup: ReplaySetup, error: SubjectError, recent: _Recent, folder: Pa
 def _undefined_schedule(setup: ReplaySetup, rounds: Sequence[Round]) -> str:
     """What is said of a lost device if one of `rounds` asked for a schedule that nobody may ask for."""
     for i, each in enumerate(rounds):
-        if is_undefined(setup.system.name, setup.geometry, each):
+        if is_undefined(setup.system, setup.geometry, each):
             return (
                 f"; round {i} is {each.bucket} requests of length 0: a {setup.geometry.schedule} schedule over a "
                 "multiple of 32 rows which are all empty is undefined, the shipped builder reads past its memory "

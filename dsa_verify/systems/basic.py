@@ -31,6 +31,11 @@ def draft_extend(geometry: Geometry, bucket: int) -> Layout:
     return _layout("draft_extend", geometry, bucket, tokens=tokens, section="1.3", length_limit=geometry.context + 1)
 
 
+def verify_columns(geometry: Geometry) -> int:
+    """Columns of `paged_mqa_ctx_lens_2d` of target-verify (contract 1.2)."""
+    return geometry.draft_tokens if geometry.architecture == 100 else 1
+
+
 def _layout(system: str, geometry: Geometry, bucket: int, *, tokens: int, section: str, length_limit: int) -> Layout:
     per_token = Row.REQUEST if system == "decode" else Row.TOKEN
     token_prefix = Row.REQUEST_PREFIX if system == "decode" else Row.TOKEN_PREFIX
@@ -78,8 +83,8 @@ def _layout(system: str, geometry: Geometry, bucket: int, *, tokens: int, sectio
             **tables,
         )
     )
-    if system == "target_verify" and geometry.architecture == 100 and geometry.draft_tokens >= 2:
-        shape = (bucket, geometry.draft_tokens)
+    if system == "target_verify" and verify_columns(geometry) > 1:
+        shape = (bucket, verify_columns(geometry))
         fields.append(field("paged_mqa_ctx_lens_2d", shape, Row.REQUEST, length_limit))
     else:
         source = "cache_seqlens_int32" if system == "decode" else "dsa_seqlens_expanded"

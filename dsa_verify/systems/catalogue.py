@@ -8,108 +8,46 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.subject import SubjectFactory, check_factory, load_attribute
-from dsa_verify.systems import basic, dcp, mtp, padded, ragged_verify
+from dsa_verify.contract.system import OF_OTHERS, OWN_TABLES, System, of_device
+from dsa_verify.systems import dcp, decode, draft_extend, mtp, padded, ragged_verify, target_verify
 from dsa_verify.systems.engines import check_system, engine_subject
-from dsa_verify.systems.system import System, of_device
 from dsa_verify.systems.trust import installed_subjects
 
+if TYPE_CHECKING:
+    from dsa_verify.contract.subject import SubjectFactory
+
 DEFAULT_SUBJECT: Final = "triton"
-# Among the settled fields of an engine's subject: its tables are as wide as its own code makes them. Not `table_width`
-# itself, which edges set.
-OWN_TABLES: Final = "tables of the engine's width"
 # What only pipelines of our own take in every form, on every device: others have the indexer that they were asked for
 # with, or none, and its metadata for the device that they run on.
 OWN_PIPELINES: Final = "dsa_verify.subjects.pipelines."
 OF_THE_SUBJECT: Final = frozenset({"indexer", "architecture", "schedule"})
-# Among the settled fields of such a subject: the matrix leaves it the draft steps, blocks and ratios it was asked for.
-OF_OTHERS: Final = "a subject that is not ours"
 
 
-SYSTEMS: Final[dict[str, System]] = {
-    "decode": System(
-        name="decode",
-        summary="one token a request (contract 1.1)",
-        layout=basic.decode,
-        oracle="oracles.decode:DecodeOracle",
-        subjects={"triton": "dsa_verify.subjects.pipelines.basic:Decode"},
-        drafts=False,
-    ),
-    "target_verify": System(
-        name="target_verify",
-        summary="N draft tokens a request, verified by the target model (contract 1.2)",
-        layout=basic.target_verify,
-        oracle="oracles.target_verify:TargetVerifyOracle",
-        subjects={
-            "triton": "dsa_verify.subjects.pipelines.basic:TargetVerify",
-            "out_of_graph": "dsa_verify.subjects.pipelines.schedule_life:OutOfGraph",
-            "cached": "dsa_verify.subjects.pipelines.schedule_life:Cached",
-            "residual": "dsa_verify.subjects.pipelines.schedule_life:Residual",
-            "in_graph": "dsa_verify.subjects.pipelines.in_graph_verify:InGraphSubject",
-            "in_graph_residual": "dsa_verify.subjects.pipelines.in_graph_verify:InGraphResidualSubject",
-            "deep_gemm": "dsa_verify.subjects.adapters.deep_gemm_verify:DeepGemmVerify",
-        },
-        drafts=True,
-    ),
-    "draft_extend": System(
-        name="draft_extend",
-        summary="up to N accepted tokens a request, extended by the draft model (contract 1.3)",
-        layout=basic.draft_extend,
-        oracle="oracles.draft_extend:DraftExtendOracle",
-        subjects={"triton": "dsa_verify.subjects.pipelines.basic:DraftExtend"},
-        drafts=True,
-    ),
-    "ragged_verify": System(
-        name="ragged_verify",
-        summary="1 to N draft tokens a request, verified by the target model, padded to G token rows (contract 9)",
-        layout=ragged_verify.ragged_verify,
-        oracle="oracles.ragged_verify:RaggedVerifyOracle",
-        subjects={"triton": "dsa_verify.subjects.pipelines.ragged_verify:RaggedVerify"},
-        drafts=True,
-        by_default=False,
-    ),
-    "padded": System(
-        name="padded",
-        summary="DSV4-style metadata, full width, at every raw batch (contract 7)",
-        layout=padded.padded,
-        oracle="oracles.padded:PaddedOracle",
-        subjects={
-            "triton": "dsa_verify.subjects.pipelines.padded:Padded",
-            "glue": "dsa_verify.subjects.pipelines.padded_glue:Glued",
-        },
-        drafts=True,
-        by_default=False,
-        presets=("deepseek_v4", "tiny_v4"),
-    ),
-    "dcp": System(
-        name="dcp",
-        summary="decode context parallelism, all ranks on one device (contract 8)",
-        layout=dcp.dcp,
-        oracle="oracles.dcp:DcpOracle",
-        subjects={"triton": "dsa_verify.subjects.pipelines.dcp:Dcp"},
-        drafts=False,
-        by_default=False,
-    ),
-    "mtp": System(
-        name="mtp",
-        summary="n - 1 draft steps, each with decode metadata of its own, refreshed from one record (contract 2)",
-        layout=mtp.mtp,
-        oracle="oracles.mtp:MtpOracle",
-        subjects={
-            "triton": "dsa_verify.subjects.pipelines.mtp:Mtp",
-            "sibling": "dsa_verify.subjects.pipelines.mtp:Sibling",
-        },
-        drafts=False,
-        by_default=False,  # n - 1 times the work of decode
-    ),
-}
+_SHIPPED: Final = (decode, target_verify, draft_extend, ragged_verify, padded, dcp, mtp)
+SYSTEMS: Final[dict[str, System]] = {module.SYSTEM.name: module.SYSTEM for module in _SHIPPED}
+
+
+def register(system: System) -> System:
+    """Make `system` known by its name, as the shipped ones are. UsageError if another one has that name."""
+    if SYSTEMS.setdefault(system.name, system) is not system:
+        raise UsageError(f"system {system.name!r}: another system has this name; give yours one of its own")
+    return system
 
 
 def get_system(name: str) -> System:
+    """The system of this name, or the one that a reference `module:attribute` leads to, which is known by its name from
+    then on. UsageError if there is none."""
+    if ":" in name:
+        from dsa_verify.contract.subject import load_attribute  # imports torch
+
+        found = load_attribute(name)
+        if not isinstance(found, System):
+            raise UsageError(f"system {name!r}: that is a {type(found).__name__}, not a System; name a System")
+        return register(found)
     if name not in SYSTEMS:
         raise UsageError(f"system {name!r} is unknown; known systems: {', '.join(SYSTEMS)}")
     return SYSTEMS[name]
@@ -170,6 +108,8 @@ def subject_factory(system: System, reference: str | None) -> tuple[str, Subject
     UsageError for a name of nothing, or of something that makes no subjects. What is named is imported, so a name that
     comes out of a case is checked first (trust.py).
     """
+    from dsa_verify.contract.subject import check_factory, load_attribute  # imports torch
+
     label = DEFAULT_SUBJECT if reference is None else reference
     engine = engine_subject(label)
     if engine is not None:

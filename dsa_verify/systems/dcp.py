@@ -4,14 +4,22 @@ merge of what all ranks computed (contract 8)."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
 
 from dsa_verify.contract.dcp import MERGE_BOUND, check_dcp_geometry, local_rows, shard_pages
-from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.edge_kind import EdgeKind
+from dsa_verify.contract.geometry import LOG_BASES, Geometry
 from dsa_verify.contract.layout import Compare, Field, Layout, Lifetime, Row
-from dsa_verify.contract.static_inputs import KV_WORDS
+from dsa_verify.contract.static_inputs import KV_WORDS, StaticInput
+from dsa_verify.contract.system import OF_OTHERS, Dealer, Fields, System
+from dsa_verify.systems.padded import out_cache_loc
+
+if TYPE_CHECKING:
+    import torch
 
 INT32_LIMIT: Final = 1 << 31
+SIZES: Final = (1, 2, 3, 4, 8)
 
 
 def dcp(geometry: Geometry, bucket: int) -> Layout:
@@ -20,7 +28,7 @@ def dcp(geometry: Geometry, bucket: int) -> Layout:
     ranks = range(geometry.dcp_size)
     fields = [field for rank in ranks for field in _share(geometry, bucket, rank)]
     fields += [_selected(geometry, bucket), *_merged(geometry, bucket)]
-    return Layout(system="dcp", geometry=geometry, bucket=bucket, tokens=bucket, fields=tuple(fields))
+    return Layout(system="dcp", geometry=geometry, bucket=bucket, tokens=bucket, fields=tuple(fields), ranks=True)
 
 
 def _share(geometry: Geometry, bucket: int, rank: int) -> list[Field]:
@@ -90,3 +98,103 @@ def _merged(geometry: Geometry, bucket: int) -> list[Field]:
         )
         for name, shape in shapes.items()
     ]
+
+
+def _inputs(geometry: Geometry) -> tuple[StaticInput, ...]:
+    size, heads, dim = geometry.dcp_size, geometry.heads, geometry.head_dim
+    return (
+        out_cache_loc(geometry, geometry.draft_tokens),
+        StaticInput(name="kv_rows", dtype="int32", high=1 << 30, item=(KV_WORDS,), drawn=False),
+        StaticInput(
+            name="selected_positions",
+            dtype="int32",
+            pad=-1,
+            high=geometry.context,
+            item=(geometry.topk,),
+            drawn=False,
+            columns_apart=True,
+        ),
+        # No count comes with it: what is not -1 is selected, wherever in its row it stands (contract 8.3).
+        StaticInput(
+            name="selection",
+            dtype="int32",
+            pad=-1,
+            low=1,
+            high=geometry.slots,
+            item=(geometry.topk,),
+            drawn=False,
+            columns_apart=True,
+        ),
+        StaticInput(
+            name="partial_out",
+            dtype="float32",
+            low=1,
+            high=1 << 20,
+            leading=(size,),
+            item=(heads, dim),
+            drawn=False,
+        ),
+        StaticInput(
+            name="partial_lse",
+            dtype="float32",
+            low=1,
+            high=1 << 20,
+            leading=(size,),
+            item=(heads,),
+            drawn=False,
+            columns_apart=True,
+        ),
+    )
+
+
+def _derive(
+    geometry: Geometry, drawn: Mapping[str, torch.Tensor], req_to_token: torch.Tensor, seed: torch.Tensor
+) -> Mapping[str, torch.Tensor]:
+    from dsa_verify.systems.dcp_inputs import dcp_inputs  # imports torch
+
+    return dcp_inputs(geometry, drawn, req_to_token, seed)
+
+
+def _turn(geometry: Geometry, i: int, fixed: frozenset[str]) -> Fields:
+    """Ranks and the base of logarithms; of our own pipelines in half of the configurations blocks of a page."""
+    found: dict[str, object] = {"dcp_size": SIZES[i % len(SIZES)], "log_base": LOG_BASES[i % 2]}
+    if OF_OTHERS not in fixed:
+        found["dcp_block"] = (1, geometry.page_size)[i // 2 % 2]
+    return found
+
+
+def _units(geometry: Geometry) -> tuple[int, ...]:
+    return (geometry.dcp_size * geometry.dcp_block,)
+
+
+def _deal(dealer: Dealer, geometry: Geometry) -> Fields:
+    # Pools are refused with several ranks (contract 8.8).
+    sizes = [size for size in SIZES if geometry.pool_size == 1 and dealer.is_legal(geometry, {"dcp_size": size})]
+    found = {"dcp_size": dealer.deal("dcp_size", sizes or [1]), "log_base": dealer.deal("log_base", LOG_BASES)}
+    if not dealer.engine:
+        found["dcp_block"] = dealer.deal("dcp_block", (1, geometry.page_size))
+    return found
+
+
+SYSTEM: Final = System(
+    name="dcp",
+    summary="decode context parallelism, all ranks on one device (contract 8)",
+    layout=dcp,
+    oracle="oracles.dcp:DcpOracle",
+    subjects={"triton": "dsa_verify.subjects.pipelines.dcp:Dcp"},
+    seeded=True,
+    own_inputs=_inputs,
+    derive=_derive,
+    told=("out_cache_loc", "kv_rows", "selection", "partial_lse"),
+    unknowable="its outputs hold what earlier replays wrote into the pools, which a check cannot know",
+    turn=_turn,
+    units=_units,
+    deal=_deal,
+    edges=frozenset({EdgeKind.BATCH, EdgeKind.LONG, EdgeKind.FAR, EdgeKind.POOLS}),
+    edge_fields={
+        EdgeKind.BATCH: ({"dcp_size": 4},),
+        EdgeKind.LONG: ({"dcp_size": 8},),
+        EdgeKind.FAR: ({"dcp_size": 2},),
+    },
+    all_fields={"dcp_size": 8},
+)

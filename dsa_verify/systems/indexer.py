@@ -75,8 +75,7 @@ def fields(
 
 def _write_plan(system: str, geometry: Geometry, bucket: int, tokens: int, length_limit: int) -> list[Field]:
     """Contract 4.2; which fields exist differs between the modes."""
-    mode: str = system
-    count = candidates(mode, geometry)  # type: ignore[arg-type]
+    count = candidates(1 if system == "decode" else geometry.draft_tokens, geometry)
     found = [
         _wide("req", (bucket,), geometry.request_rows),
         _lengths(WRITE_PLAN + "write_start", (bucket,), Row.REQUEST, length_limit, "4.2"),

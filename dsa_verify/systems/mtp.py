@@ -4,12 +4,20 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING, Final
 
+from dsa_verify.contract.edge_kind import TABLES, EdgeKind
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.layout import Field, Layout
-from dsa_verify.contract.subject import Buffers
+from dsa_verify.contract.system import OF_OTHERS, Dealer, Fields, System
 from dsa_verify.systems import basic
 from dsa_verify.systems.indexer import destination_prefix
+
+if TYPE_CHECKING:
+    from dsa_verify.contract.subject import Buffers
+
+TURNS: Final = (4, 2, 3, 5)  # draft steps of the matrix
+STEPS: Final = (2, 3, 4, 5)  # of fuzzing
 
 
 def mtp(geometry: Geometry, bucket: int) -> Layout:
@@ -35,6 +43,8 @@ def destinations(geometry: Geometry) -> int:
 
 def destination_buffers(buffers: Buffers, step: int) -> Buffers:
     """The tensors of one destination under the names, and with the layout, of decode."""
+    from dsa_verify.contract.subject import Buffers  # imports torch
+
     prefix = destination_prefix(step)
     fields = tuple(_as_decode(field, prefix) for field in buffers.layout if field.name.startswith(prefix))
     layout = dataclasses.replace(buffers.layout, system="decode", fields=fields)
@@ -44,3 +54,38 @@ def destination_buffers(buffers: Buffers, step: int) -> Buffers:
 def _as_decode(field: Field, prefix: str) -> Field:
     alias = None if field.alias is None else field.alias.removeprefix(prefix)
     return dataclasses.replace(field, name=field.name.removeprefix(prefix), alias=alias)
+
+
+def _turn(geometry: Geometry, i: int, fixed: frozenset[str]) -> Fields:
+    return {} if OF_OTHERS in fixed else {"draft_steps": TURNS[(i + i // 4) % 4]}
+
+
+def _deal(dealer: Dealer, geometry: Geometry) -> Fields:
+    return {} if dealer.engine else {"draft_steps": dealer.deal("draft_steps", STEPS)}
+
+
+def _note(geometry: Geometry) -> str:
+    return f"{destinations(geometry)} draft step(s)"
+
+
+SYSTEM: Final = System(
+    name="mtp",
+    summary="n - 1 draft steps, each with decode metadata of its own, refreshed from one record (contract 2)",
+    layout=mtp,
+    oracle="oracles.mtp:MtpOracle",
+    subjects={
+        "triton": "dsa_verify.subjects.pipelines.mtp:Mtp",
+        "sibling": "dsa_verify.subjects.pipelines.mtp:Sibling",
+    },
+    by_default=False,  # n - 1 times the work of decode
+    indexer=True,
+    pools=True,
+    empty_rows=True,
+    turn=_turn,
+    deal=_deal,
+    sizes=("draft_steps",),
+    edges=TABLES,
+    # So few that each is copied to alone, and so many that three are copied to at once (contract 2.3).
+    edge_fields={EdgeKind.WIDE: ({"draft_steps": 2}, {"draft_steps": 4})},
+    note=_note,
+)

@@ -3,19 +3,35 @@ included (contract 7.1, 7.2). The mode is `geometry.padded_mode`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
-from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.edge_kind import TABLES, EdgeKind
+from dsa_verify.contract.geometry import MAX_CONTEXT_TOKENS, PADDED_MODES, Geometry
 from dsa_verify.contract.layout import Field, Layout, Row
 from dsa_verify.contract.padded import LOW_RATIOS, check_padded_geometry, page_columns, write_location_dtype
-from dsa_verify.contract.round_table import rows_per_request
+from dsa_verify.contract.static_inputs import StaticInput
+from dsa_verify.contract.system import OF_OTHERS, Dealer, Fields, Shapes, System
+from dsa_verify.systems.shapes import DRAFTS, both_ends, swing
+
+if TYPE_CHECKING:
+    import torch
+
+BUCKETS: Final = (48, 14)  # of the matrix
+TOPK: Final = 129  # rounded up to the alignment of a table, it fills no block of buckets on any device
+
+
+def token_rows(geometry: Geometry) -> int:
+    """Token rows of each request."""
+    n = geometry.draft_tokens
+    return {"decode": 1, "verify": n, "draft_block": n - 1, "draft_extend": n}[geometry.padded_mode]
 
 
 def padded(geometry: Geometry, bucket: int) -> Layout:
     """The core tensors, then those of each compression ratio: c4 is `sparse_ratio`, c128 is `dense_ratio`, whatever
     their values, and with `low_ratios` c1 and c2. UsageError for a geometry that the contract leaves undefined."""
     check_padded_geometry(geometry)
-    tokens = bucket * rows_per_request("padded", geometry)
+    tokens = bucket * token_rows(geometry)
     fields = (*_core(geometry, tokens), *_sparse(geometry, tokens), *_dense(geometry, tokens))
     if geometry.low_ratios:
         for ratio in LOW_RATIOS:
@@ -25,7 +41,7 @@ def padded(geometry: Geometry, bucket: int) -> Layout:
 
 def _core(geometry: Geometry, tokens: int) -> Iterator[Field]:
     decode, extend = geometry.padded_mode == "decode", geometry.padded_mode == "draft_extend"
-    block = rows_per_request("padded", geometry) if geometry.padded_mode == "draft_block" else 0
+    block = token_rows(geometry) if geometry.padded_mode == "draft_block" else 0
     limit = _length_limit(geometry)
     # A pad row of draft-extend is shorter than the draft (contract 7.1).
     shortest = 1 - geometry.draft_tokens if extend else 0 if decode else 1
@@ -81,7 +97,7 @@ def _field(geometry: Geometry, name: str, shape: tuple[int, ...], low: int, high
 
 def _length_limit(geometry: Geometry) -> int:
     """One more than the longest length that a row may see."""
-    added = {"decode": 0, "draft_extend": 0}.get(geometry.padded_mode, rows_per_request("padded", geometry))
+    added = {"decode": 0, "draft_extend": 0}.get(geometry.padded_mode, token_rows(geometry))
     return geometry.context + added + 1
 
 
@@ -92,3 +108,114 @@ def _entries(geometry: Geometry, ratio: int) -> int:
 
 def _aligned(geometry: Geometry, width: int) -> int:
     return -(-width // geometry.index_align) * geometry.index_align
+
+
+def written_back(geometry: Geometry) -> int:
+    """How far before the end of its length a request writes its first token in a step (contract 7.1)."""
+    return {"decode": 1, "verify": 0, "draft_block": 0, "draft_extend": geometry.draft_tokens}[geometry.padded_mode]
+
+
+def _floors(geometry: Geometry) -> bool:
+    return geometry.request_floors
+
+
+def _inputs(geometry: Geometry) -> tuple[StaticInput, ...]:
+    floors = StaticInput(name="replay_floors", dtype="int32", pad=geometry.replay_floor, high=geometry.context + 1)
+    return ((floors,) if geometry.request_floors else ()) + (out_cache_loc(geometry, token_rows(geometry)),)
+
+
+def out_cache_loc(geometry: Geometry, rows: int) -> StaticInput:
+    """Where each of the `rows` tokens of a request is stored."""
+    # A token that is not to be stored has slot 0, of which the contract speaks in 0.1, 7.1 and 8.2. Other engines' -1
+    # is no location there: the owner of -1 would be the last rank, and it would store at row -1 (8.1, 8.2).
+    return StaticInput(name="out_cache_loc", dtype="int64", low=1, high=geometry.slots, rows=rows, drawn=False)
+
+
+def _derive(
+    geometry: Geometry, drawn: Mapping[str, torch.Tensor], req_to_token: torch.Tensor, seed: torch.Tensor
+) -> Mapping[str, torch.Tensor]:
+    """The slots of the tokens of this step: an engine allocates them before it prepares metadata (contract 7.1)."""
+    from dsa_verify.buffers.derived_inputs import slots_at  # imports torch
+
+    first = drawn["seq_lens"].long() - written_back(geometry)
+    return {"out_cache_loc": slots_at(req_to_token, drawn, first, token_rows(geometry))}
+
+
+def _full_to_swa(geometry: Geometry, device: torch.device) -> torch.Tensor:
+    from dsa_verify.buffers.derived_inputs import full_to_swa  # imports torch
+
+    return full_to_swa(geometry, device)
+
+
+def _turn(geometry: Geometry, i: int, fixed: frozenset[str]) -> Fields:
+    """Floors of each request; of our own pipelines in every fourth configuration, once a mode, the ratios 1 and 2."""
+    found: dict[str, object] = {}
+    if OF_OTHERS not in fixed and (i + i // 4) % 4 == 2 and geometry.page_size % max(LOW_RATIOS) == 0:
+        found["low_ratios"] = True
+    if "replay_floor" not in fixed:
+        found["request_floors"] = True
+    return found
+
+
+def _shapes(
+    geometry: Geometry, batches: Sequence[int] | None, drafts: Sequence[int] | None, fixed: frozenset[str]
+) -> Shapes:
+    """Modes x draft lengths, with all batches captured."""
+    modes = (geometry.padded_mode,) if "padded_mode" in fixed else PADDED_MODES
+    buckets = tuple(dict.fromkeys(batches or BUCKETS))
+    return [(buckets, {"padded_mode": mode, "draft_tokens": draft}) for mode in modes for draft in drafts or DRAFTS]
+
+
+def _script(buckets: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Every raw batch, from both ends in turn, so that each tail was live rows a moment ago."""
+    walks = [[(bucket, raw) for raw in both_ends(bucket)] for bucket in dict.fromkeys(buckets)]
+    return swing(buckets[0]) + [shape for walk in walks for shape in walk]
+
+
+def _units(geometry: Geometry) -> tuple[int, ...]:
+    return geometry.window, geometry.sparse_ratio, geometry.dense_ratio
+
+
+def _deal(dealer: Dealer, geometry: Geometry) -> Fields:
+    # A draft block of one token holds none of them.
+    modes = [mode for mode in PADDED_MODES if mode != "draft_block" or max(dealer.drafts) > 1]
+    found: dict[str, object] = {"padded_mode": dealer.deal("padded_mode", modes)}
+    if dealer.engine:
+        return found
+    if dealer.ours:
+        found["topk"] = dealer.deal("topk", (geometry.topk, TOPK))
+    ratios = geometry.page_size % max(LOW_RATIOS) == 0
+    found["low_ratios"] = ratios and dealer.deal("low_ratios", (False, True))
+    floors = (0, 1, geometry.page_size - 1, geometry.context // 2)
+    found["replay_floor"] = dealer.deal("replay_floor", floors)
+    found["request_floors"] = dealer.deal("request_floors", (True, False))
+    return found
+
+
+SYSTEM: Final = System(
+    name="padded",
+    summary="DSV4-style metadata, full width, at every raw batch (contract 7)",
+    layout=padded,
+    oracle="oracles.padded:PaddedOracle",
+    subjects={
+        "triton": "dsa_verify.subjects.pipelines.padded:Padded",
+        "glue": "dsa_verify.subjects.pipelines.padded_glue:Glued",
+    },
+    drafts=True,
+    presets=("deepseek_v4", "tiny_v4"),
+    token_rows=token_rows,
+    written_back=written_back,
+    floors=_floors,
+    refusals={"replay_floors": "needs geometry.request_floors; set it"},
+    own_inputs=_inputs,
+    constants={"full_to_swa": _full_to_swa},
+    derive=_derive,
+    turn=_turn,
+    shapes=_shapes,
+    script=_script,
+    units=_units,
+    deal=_deal,
+    edges=TABLES - {EdgeKind.GAP, EdgeKind.EMPTY},
+    # The widest table has a column for each 128 tokens: the longest context, and as many rows as that leaves.
+    widest={"padded_mode": "verify", "draft_tokens": 16, "context": MAX_CONTEXT_TOKENS},
+)

@@ -3,16 +3,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.batch import Batch
 from dsa_verify.contract.consumers import memory_of
-from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.edge_kind import TABLES, EdgeKind
+from dsa_verify.contract.geometry import MAX_BATCH, Geometry
 from dsa_verify.contract.layout import Field, Layout, Lifetime, Row
-from dsa_verify.contract.ragged import capture_lens, graph_tokens
+from dsa_verify.contract.ragged import capture_lens, check_verify_lens, graph_tokens
+from dsa_verify.contract.static_inputs import StaticInput
+from dsa_verify.contract.system import Shapes, System
 from dsa_verify.systems import indexer
+from dsa_verify.systems.shapes import draft_pairs
 
 INT32_LIMIT: Final = 1 << 31
+MOST_ROWS: Final = 512  # of the matrix, whose second graph has a request slot for each
 
 
 def ragged_verify(geometry: Geometry, bucket: int) -> Layout:
@@ -71,3 +78,69 @@ def _field(name: str, shape: tuple[int, ...], row: Row, high: int, *, section: s
     # A prefix sum passes int32 at 2**31 tokens (contract 1.7), so its lower bound is int32's too.
     low = -INT32_LIMIT if high == INT32_LIMIT else 0
     return Field(name=name, shape=shape, row=row, section=section, low=low, high=high, memory=memory_of(name), **rest)
+
+
+def _owns(xp: Any, batch: Batch) -> Any:
+    """Leftover tokens go to the pad requests, the first of them one more, or else to the last request (contract 9)."""
+    pad, pads = batch.row >= batch.raw, batch.bucket - batch.raw
+    lens = xp.where(pad, batch.lens["verify_lens"] * 0, batch.lens["verify_lens"])
+    leftover = batch.tokens - lens.sum(1)[:, None]
+    among = xp.where(pads > 0, pads, pads * 0 + 1)
+    share = leftover // among + (batch.row - batch.raw < leftover % among)
+    last = (batch.row == batch.bucket - 1) & (pads == 0)
+    owned = xp.where(pad, share, lens + leftover * last)
+    return xp.where((owned > 0) & (batch.row < batch.bucket), owned, owned * 0)
+
+
+def _starts_at_the_length(geometry: Geometry) -> int:
+    return 0
+
+
+def _lens(geometry: Geometry) -> dict[str, int]:
+    return {"verify_lens": 1}
+
+
+def _inputs(geometry: Geometry) -> tuple[StaticInput, ...]:
+    return (StaticInput(name="verify_lens", dtype="int32", low=1, high=geometry.draft_tokens + 1),)
+
+
+def _check_round(geometry: Geometry, bucket: int, verify_lens: Sequence[int] | None, where: str) -> None:
+    check_verify_lens(geometry, bucket, verify_lens, where=where)
+
+
+def _shapes(
+    geometry: Geometry, batches: Sequence[int] | None, drafts: Sequence[int] | None, fixed: frozenset[str]
+) -> Shapes:
+    """As many token rows in both graphs, so that only the request slots tell them apart (contract 9)."""
+    pairs = draft_pairs(batches, drafts)
+    if not (batches or drafts):
+        pairs = [(batch, min(n, MOST_ROWS // batch)) for batch, n in pairs]
+    for batch, n in pairs:
+        if batch * n > MAX_BATCH:
+            raise UsageError(
+                f"batch: {batch} requests of draft length {n} have a second graph beside them, of one token each, "
+                f"which would be {batch * n} requests, and {MAX_BATCH} is the most; use {MAX_BATCH // n} or fewer"
+            )
+    return [
+        (tuple(dict.fromkeys((batch, batch * n))), {"draft_tokens": n, "graph_tokens": batch * n}) for batch, n in pairs
+    ]
+
+
+SYSTEM: Final = System(
+    name="ragged_verify",
+    summary="1 to N draft tokens a request, verified by the target model, padded to G token rows (contract 9)",
+    layout=ragged_verify,
+    oracle="oracles.ragged_verify:RaggedVerifyOracle",
+    subjects={"triton": "dsa_verify.subjects.pipelines.ragged_verify:RaggedVerify"},
+    drafts=True,
+    graph_tokens=graph_tokens,
+    written_back=_starts_at_the_length,
+    adds_draft=True,
+    owns=_owns,
+    lens=_lens,
+    own_inputs=_inputs,
+    check_round=_check_round,
+    indexer=True,
+    shapes=_shapes,
+    edges=TABLES - {EdgeKind.GAP},
+)

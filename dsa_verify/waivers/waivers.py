@@ -26,7 +26,8 @@ from packaging.version import InvalidVersion, Version
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.finding import Diagnosis
 from dsa_verify.contract.geometry import MAX_DRAFT_STEPS, Geometry
-from dsa_verify.contract.round import KNOWN_SYSTEMS
+from dsa_verify.contract.system import System
+from dsa_verify.systems.catalogue import SYSTEMS
 from dsa_verify.systems.engines import engine_subject
 
 if TYPE_CHECKING:
@@ -347,8 +348,8 @@ def _parse_entry(entry: Mapping[str, Any], where: str) -> list[Waiver]:
             raise UsageError(f"{where}.{key}: {entry[key]!r} is no text; say it in words")
     if not _ID.fullmatch(entry["id"]):
         raise UsageError(f"{where}.id: {entry['id']!r} is not of small letters, digits, '.', '_' and '-'")
-    if entry["system"] not in KNOWN_SYSTEMS:
-        raise UsageError(f"{where}.system: {entry['system']!r} is unknown; use one of {', '.join(KNOWN_SYSTEMS)}")
+    if entry["system"] not in SYSTEMS:
+        raise UsageError(f"{where}.system: {entry['system']!r} is unknown; use one of {', '.join(SYSTEMS)}")
     versions = _parse_versions(entry["versions"], f"{where}.versions")
     diagnoses = [
         _parse_diagnosis(text, f"{where}.diagnosis") for text in _texts(entry["diagnosis"], f"{where}.diagnosis")
@@ -465,20 +466,26 @@ def fields_of(system: str) -> tuple[str, ...]:
     from dsa_verify.systems.catalogue import get_system
 
     found: dict[str, None] = {}
-    for geometry in _many_geometries(system):
+    known = get_system(system)
+    for geometry in _many_geometries(known):
         for bucket in (4, 64):
             try:
-                layout = get_system(system).layout(geometry, bucket)
+                layout = known.layout(geometry, bucket)
             except UsageError:  # the system has no such geometry
                 continue
             found |= {field.name: None for field in layout if field.alias is None}
     return tuple(found)
 
 
-def _many_geometries(system: str) -> Iterator[Geometry]:
+def _many_geometries(system: System) -> Iterator[Geometry]:
     """Small ones that between them have every field of `system`."""
-    most = {"draft_steps": MAX_DRAFT_STEPS, "low_ratios": True, "draft_tokens": 2, "request_rows": 66}
-    most |= {"dcp_size": 8} if system == "dcp" else {}
+    most: dict[str, object] = {
+        "draft_steps": MAX_DRAFT_STEPS,
+        "low_ratios": True,
+        "draft_tokens": 2,
+        "request_rows": 66,
+    }
+    most |= system.all_fields
     for preset in ("tiny", "tiny_pool", "tiny_v4"):
         for changes in ({}, {"indexer": True}, {"architecture": 100}, {"draft_tokens": 1}):
             try:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import MAX_BATCH, MAX_DRAFT_TOKENS, PRESETS
-from dsa_verify.contract.round import KNOWN_SYSTEMS
+from dsa_verify.systems.catalogue import SYSTEMS
 from dsa_verify.systems.engines import check_system
 from dsa_verify.systems.trust import subject_options
 from fuzz.campaign.shard_folder import read_json, write_json
@@ -58,7 +58,7 @@ class Plan:
     def check(self) -> None:
         """UsageError for what no shard could run."""
         for system in self.systems:
-            _choice("systems", system, KNOWN_SYSTEMS)
+            _choice("systems", system, tuple(SYSTEMS))
             check_system(self.subject, system)
         if self.subject == "":
             raise UsageError("subject: empty; name a pipeline, or leave it out")

@@ -34,7 +34,8 @@ from dsa_verify.base.errors import (
     HarnessError,
     UsageError,
 )
-from dsa_verify.contract.round import Scenario, read_case
+from dsa_verify.contract.round import Scenario
+from dsa_verify.rounds.case_file import read_case
 from fuzz.campaign.locks import FolderInUse, Holder, held, holder, owned, this_host
 from fuzz.campaign.plan import PLAN_FILE, Plan, ShardSpec, parse_plan
 from fuzz.campaign.shard_folder import (

@@ -18,12 +18,13 @@ import torch
 from dsa_verify.base.atomic_write import write_whole
 from dsa_verify.base.errors import HarnessError, UsageError
 from dsa_verify.contract.finding import Diagnosis, Finding
-from dsa_verify.contract.round import Scenario, read_case
+from dsa_verify.contract.round import Scenario
 from dsa_verify.contract.subject import provenance
 from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.graphs import Backend, open_backend
 from dsa_verify.replay.setup import ReplaySetup, remap_slots_of
 from dsa_verify.replay.subject_stages import SubjectError
+from dsa_verify.rounds.case_file import read_case
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.verify import Counts
 from dsa_verify.subjects.faults import FAULTS, get_fault
@@ -72,7 +73,7 @@ def work_shard(spec: ShardSpec, folder: Path, device: torch.device) -> ShardResu
     start = time.monotonic()
     journal = Journal(folder)
     setup = JournalledSetup.of(_setup(spec, open_backend(device)), journal)
-    coverage = Coverage(setup.system.name, setup.geometry, setup.buckets)
+    coverage = Coverage(setup.system, setup.geometry, setup.buckets)
     canary, counts = None, Counts()
     try:
         # First, so that a shard whose time is cut short has shown all the same that it can see.

@@ -12,7 +12,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from dsa_verify.base.errors import UsageError
-from dsa_verify.contract.round import Scenario, read_case
+from dsa_verify.contract.round import Scenario
+from dsa_verify.rounds.case_file import read_case
 
 
 def paths(system: str = "*", *, indexer: bool = True, fields: Collection[str] | None = None) -> list[Path]:

@@ -16,14 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.ragged import capture_lens, graph_tokens, padded_to_bucket
-from dsa_verify.contract.round import Round, drawn_lens
-from dsa_verify.contract.round_table import seq_len_fill, token_capacity
+from dsa_verify.contract.ragged import capture_lens, padded_to_bucket
+from dsa_verify.contract.round import Round
 from dsa_verify.contract.schedule_variants import VARIANTS, Unit, units_per_request
+from dsa_verify.contract.system import System
 from dsa_verify.contract.topk_plan import PLAN_RULES, is_written
-from dsa_verify.rounds.matrix import shortest_seq_len
 from dsa_verify.systems.indexer import schedule_slots
-from fuzz.engine.limits import adds_draft, most_requests, undefined_when_empty
+from fuzz.engine.limits import most_requests, undefined_when_empty
 
 Array = npt.NDArray[np.int64]
 
@@ -77,33 +76,28 @@ class Boundary:
 
 
 @functools.lru_cache(maxsize=64)
-def boundary_lengths(system: str, geometry: Geometry) -> tuple[int, ...]:
+def boundary_lengths(system: System, geometry: Geometry) -> tuple[int, ...]:
     """Every legal length that a formula turns at, with its neighbours; ascending."""
     n, pool, topk = geometry.draft_tokens, geometry.pool_size, geometry.topk
     centres = [geometry.columns, geometry.context, n, topk, topk + 3, topk + pool, 2 * pool]
     centres += [k * unit for unit in (geometry.page_size, geometry.allocator_page, 128) for k in (1, 2)]
     last_page = geometry.context // geometry.allocator_page * geometry.allocator_page
-    shortest = shortest_seq_len(system, geometry)
+    shortest = system.shortest_length(geometry)
     # Where the write start of a plan passes from one pooled page to the next, and where the length itself does.
     pages = [page + start for page in (geometry.allocator_page, last_page) for start in (0, shortest)]
     centres += [page + step for page in pages for step in (0, -pool, pool)]
     if geometry.indexer:
         split = VARIANTS[geometry.schedule].split
         centres += [split, 2 * split, *_thresholds(geometry)]
-    if system == "padded":
-        centres += [
-            k * width for width in (geometry.window, geometry.sparse_ratio, geometry.dense_ratio) for k in (1, 2)
-        ]
-    if system == "dcp":
-        centres += [k * geometry.dcp_size * geometry.dcp_block for k in (1, 2)]
+    centres += [k * unit for unit in system.units(geometry) for k in (1, 2)]
     values = {*_LENGTHS, *(centre + step for centre in centres for step in (-1, 0, 1))}
-    if adds_draft(system):
+    if system.adds_draft:
         values |= {value - n for value in values}
     return tuple(sorted(value for value in values if shortest <= value <= geometry.context))
 
 
 @functools.lru_cache(maxsize=64)
-def boundaries(system: str, geometry: Geometry, buckets: tuple[int, ...]) -> tuple[Boundary, ...]:
+def boundaries(system: System, geometry: Geometry, buckets: tuple[int, ...]) -> tuple[Boundary, ...]:
     """All boundaries that a round over `buckets` can reach, in a fixed order."""
     found = [Boundary(kind=Kind.LENGTH, value=value) for value in boundary_lengths(system, geometry)]
     for bucket in buckets:
@@ -122,8 +116,8 @@ def boundaries(system: str, geometry: Geometry, buckets: tuple[int, ...]) -> tup
     return (*found, *_sums(system, geometry, buckets))
 
 
-def _empty(system: str, geometry: Geometry, buckets: Sequence[int]) -> Iterator[Boundary]:
-    if shortest_seq_len(system, geometry):
+def _empty(system: System, geometry: Geometry, buckets: Sequence[int]) -> Iterator[Boundary]:
+    if system.shortest_length(geometry):
         return
     yield Boundary(kind=Kind.EMPTY, which="first")
     yield Boundary(kind=Kind.EMPTY, which="last")
@@ -134,25 +128,25 @@ def _empty(system: str, geometry: Geometry, buckets: Sequence[int]) -> Iterator[
         yield Boundary(kind=Kind.EMPTY, which="middle")
 
 
-def _write_starts(system: str, geometry: Geometry) -> Iterator[Boundary]:
+def _write_starts(system: System, geometry: Geometry) -> Iterator[Boundary]:
     if not geometry.indexer or geometry.pool_size == 1:
         return
     n = geometry.draft_tokens
-    counts = range(1, n + 1) if "accept_lens" in drawn_lens(system, geometry) else (n,)
+    counts = range(1, n + 1) if "accept_lens" in system.lens(geometry) else (n,)
     for residue in range(geometry.pool_size):
-        if shortest_seq_len(system, geometry) + residue <= geometry.context:
+        if system.shortest_length(geometry) + residue <= geometry.context:
             yield from (Boundary(kind=Kind.WRITE, value=residue, extra=count) for count in counts)
 
 
-def _extends(system: str, geometry: Geometry, buckets: Sequence[int]) -> Iterator[Boundary]:
-    if system != "draft_extend":
+def _extends(system: System, geometry: Geometry, buckets: Sequence[int]) -> Iterator[Boundary]:
+    if not system.takes(geometry, "extend_lens"):
         return
     n = geometry.draft_tokens
-    if shortest_seq_len(system, geometry) < n:
+    if system.shortest_length(geometry) < n:
         yield Boundary(kind=Kind.EXTEND, which="longer than the length")
     if n <= geometry.context:
         yield Boundary(kind=Kind.EXTEND, which="equal to the length")
-    if "extend_lens" in drawn_lens(system, geometry):
+    if "extend_lens" in system.lens(geometry):
         full = [bucket for bucket in buckets if most_requests(system, geometry, bucket) == bucket]
         if full:
             yield Boundary(kind=Kind.EXTEND, which="nothing at all", bucket=full[0])
@@ -167,11 +161,11 @@ def _rows(geometry: Geometry) -> list[int]:
     return sorted({1, last, *(row for row in (wraps - 1, wraps) if 1 <= row <= last)})
 
 
-def _sums(system: str, geometry: Geometry, buckets: Sequence[int]) -> Iterator[Boundary]:
+def _sums(system: System, geometry: Geometry, buckets: Sequence[int]) -> Iterator[Boundary]:
     """Totals over the batch, each at the first bucket that reaches it."""
     if not geometry.indexer:
         return
-    slots = schedule_slots(geometry, _columns(system, geometry))
+    slots = schedule_slots(geometry, system.context_columns(geometry))
     wanted = [(Kind.TILES, total, 0) for total in (0, 1)]
     wanted += [(Kind.TILES, k * slots + step, 0) for k in (1, 2) for step in (-1, 0, 1)]
     for threshold, cap in PLAN_RULES[geometry.plan_rules].thresholds:
@@ -200,12 +194,14 @@ class PerRequest:
 
 
 @functools.lru_cache(maxsize=8)
-def per_request(system: str, geometry: Geometry, rows: int) -> PerRequest:
+def per_request(system: System, geometry: Geometry, rows: int) -> PerRequest:
     """Of requests that own `rows` token rows; looked up rather than worked out for every round."""
     if not geometry.indexer:
         return PerRequest(tiles=np.zeros(0, np.int64), long_rows={})
     lengths = np.arange(geometry.context + 1)
-    parts = [_token_lengths(system, part, rows) for part in np.array_split(lengths, len(lengths) // _PART + 1)]
+    parts = [
+        _token_lengths(system, geometry, part, rows) for part in np.array_split(lengths, len(lengths) // _PART + 1)
+    ]
     return PerRequest(
         tiles=_tiles(system, geometry, lengths, parts),
         long_rows={t: np.concatenate([(part > t).sum(1) for part in parts]) for t in _thresholds(geometry)},
@@ -216,66 +212,56 @@ def _thresholds(geometry: Geometry) -> list[int]:
     return [threshold for threshold, _ in PLAN_RULES[geometry.plan_rules].thresholds]
 
 
-def _token_lengths(system: str, lengths: Array, rows: int) -> Array:
+def _token_lengths(system: System, geometry: Geometry, lengths: Array, rows: int) -> Array:
     """What the token rows of each request see, with the indexer: [requests, rows] (contract 1)."""
-    position = np.arange(rows)
-    if adds_draft(system):
-        return lengths[:, None] + position + 1
-    if system == "draft_extend":
-        return np.maximum(lengths[:, None] - rows + position + 1, 0)
-    return lengths[:, None]
+    return np.maximum(lengths[:, None] - system.written_back(geometry) + np.arange(rows) + 1, 0)
 
 
-def _columns(system: str, geometry: Geometry) -> int:
-    """Of the lengths that `paged_mqa_schedule_metadata` deals out (contract 1.2)."""
-    return geometry.draft_tokens if system == "target_verify" and geometry.architecture == 100 else 1
-
-
-def _tiles(system: str, geometry: Geometry, lengths: Array, parts: Sequence[Array]) -> Array:
+def _tiles(system: System, geometry: Geometry, lengths: Array, parts: Sequence[Array]) -> Array:
     """Of each request in `paged_mqa_schedule_metadata`, which all systems have (contract 3.2, 3.3)."""
     variant, n = VARIANTS[geometry.schedule], geometry.draft_tokens
-    if _columns(system, geometry) > 1:
+    if system.context_columns(geometry) > 1:
         units = 1 if variant.unit is Unit.REQUEST else units_per_request(variant, n)
         return units * -(-(lengths + n) // variant.split)
     return np.concatenate([(-(-part // variant.split)).sum(1) for part in parts])
 
 
 @functools.lru_cache(maxsize=2)
-def totals(round_: Round, system: str, geometry: Geometry) -> tuple[int, dict[int, int]]:
+def totals(round_: Round, system: System, geometry: Geometry) -> tuple[int, dict[int, int]]:
     """Tiles, and token rows above each threshold of the plan rules, pad requests included; with the indexer."""
     lengths, pads = list(round_.seq_lens), round_.bucket - round_.raw_batch
-    if system == "ragged_verify":
+    if "verify_lens" in system.lens(geometry):
         # A pad request, or the last one, owns what the others leave (contract 9).
-        tokens = graph_tokens(geometry, round_.bucket)
+        tokens = system.capacity(geometry, round_.bucket)
         owned = np.array(padded_to_bucket(round_.verify_lens or (), round_.bucket, tokens)[0])
-        before = np.array([*lengths, *[seq_len_fill(system, geometry)] * pads]) - (np.cumsum(owned) - owned)
+        before = np.array([*lengths, *[system.pad_length(geometry)] * pads]) - (np.cumsum(owned) - owned)
         rows = np.repeat(before, owned) + np.arange(tokens) + 1
         tiles = int((-(-rows // VARIANTS[geometry.schedule].split)).sum())
         return tiles, {t: int((rows > t).sum()) for t in _thresholds(geometry)}
     table = per_request(system, geometry, geometry.draft_tokens)
-    lengths += [seq_len_fill(system, geometry)] * bool(pads)
+    lengths += [system.pad_length(geometry)] * bool(pads)
     counts = np.ones(len(lengths), np.int64)
     counts[len(lengths) - 1 :] = max(pads, 1)
     long_rows = {t: int((rows[lengths] * counts).sum()) for t, rows in table.long_rows.items()}
     return int((table.tiles[lengths] * counts).sum()), long_rows
 
 
-def has_plan(system: str, geometry: Geometry, bucket: int) -> bool:
+def has_plan(system: System, geometry: Geometry, bucket: int) -> bool:
     """Whether a top-k plan is written for `bucket` requests (contract 5)."""
-    rows = token_capacity(system, geometry, bucket)
+    rows = system.capacity(geometry, bucket)
     return geometry.indexer and is_written(rows, PLAN_RULES[geometry.plan_rules].max_clusters)
 
 
-def full_rows(system: str, geometry: Geometry, bucket: int) -> tuple[int, ...]:
+def full_rows(system: System, geometry: Geometry, bucket: int) -> tuple[int, ...]:
     """Token rows of each request of a full batch that leaves none over."""
-    if system == "ragged_verify":
-        return capture_lens(graph_tokens(geometry, bucket), bucket, geometry.draft_tokens)
+    if "verify_lens" in system.lens(geometry):
+        return capture_lens(system.capacity(geometry, bucket), bucket, geometry.draft_tokens)
     return (geometry.draft_tokens,) * bucket
 
 
-def lengths_of_total(boundary: Boundary, system: str, geometry: Geometry) -> tuple[int, ...] | None:
+def lengths_of_total(boundary: Boundary, system: System, geometry: Geometry) -> tuple[int, ...] | None:
     """Lengths of a full batch with `full_rows` whose total is exactly that of `boundary`; None if there are none."""
-    bucket, low = boundary.bucket, shortest_seq_len(system, geometry)
+    bucket, low = boundary.bucket, system.shortest_length(geometry)
     if most_requests(system, geometry, bucket) < bucket:
         return None
     if boundary.kind is Kind.LONG_ROWS and not has_plan(system, geometry, bucket):
@@ -299,7 +285,7 @@ def lengths_of_total(boundary: Boundary, system: str, geometry: Geometry) -> tup
 # Recognising one ----------------------------------------------------------------------------------------------------
 
 
-def marks(round_: Round, system: str, geometry: Geometry) -> set[Mark]:
+def marks(round_: Round, system: System, geometry: Geometry) -> set[Mark]:
     """The marks of every boundary that `round_` holds, and of other values of the same kinds."""
     lengths, requests, n = round_.seq_lens, round_.requests, geometry.draft_tokens
     found: set[Mark] = {(Kind.BATCH, round_.raw_batch, 0, "", round_.bucket)}
@@ -312,11 +298,11 @@ def marks(round_: Round, system: str, geometry: Geometry) -> set[Mark]:
         found.add((Kind.ALIAS, 0, 0, OTHER_PAGES, 0))
     if sum(lengths) >= _INT32:
         found.add((Kind.SUM, _INT32, 0, "", 0))
-    if system == "draft_extend":
+    if system.takes(geometry, "extend_lens"):
         found |= {(Kind.EXTEND, 0, 0, which, 0) for which in _relations(round_, n)}
     if geometry.indexer:
         found.update(_totals(round_, system, geometry))
-        shortest = shortest_seq_len(system, geometry)
+        shortest = system.shortest_length(geometry)
         counts = round_.accept_lens or (n,) * len(lengths)
         residues = [(length - shortest) % geometry.pool_size for length in lengths]
         found |= {(Kind.WRITE, residue, count, "", 0) for residue, count in zip(residues, counts, strict=True)}
@@ -342,7 +328,7 @@ def _relations(round_: Round, n: int) -> Iterator[str]:
         yield from ["all rows"] * all(extend == n for extend in extends)
 
 
-def _totals(round_: Round, system: str, geometry: Geometry) -> Iterator[Mark]:
+def _totals(round_: Round, system: System, geometry: Geometry) -> Iterator[Mark]:
     tiles, long_rows = totals(round_, system, geometry)
     yield Kind.TILES, tiles, 0, "", 0
     if has_plan(system, geometry, round_.bucket):

@@ -7,7 +7,7 @@ from typing import Any
 
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round
-from dsa_verify.rounds.matrix import shortest_seq_len
+from dsa_verify.contract.system import System
 from fuzz.engine.boundaries import ONE_TWICE, OTHER_PAGES, Boundary, Kind, full_rows, lengths_of_total
 from fuzz.engine.limits import undefined_when_empty
 
@@ -20,7 +20,7 @@ def fewest_requests(boundary: Boundary) -> int:
     return 0 if boundary.kind is Kind.BATCH else 2 if several else 1
 
 
-def hold(boundary: Boundary, base: Round, system: str, geometry: Geometry) -> Round:
+def hold(boundary: Boundary, base: Round, system: System, geometry: Geometry) -> Round:
     """`base` with `boundary` in it; `base` has the bucket and enough requests for it."""
     raw, n = base.raw_batch, geometry.draft_tokens
     lengths, requests = list(base.seq_lens), list(base.requests)
@@ -36,8 +36,8 @@ def hold(boundary: Boundary, base: Round, system: str, geometry: Geometry) -> Ro
             if base.verify_lens is not None:
                 changes["verify_lens"] = full_rows(system, geometry, base.bucket)
         case Kind.WRITE:
-            pools = (geometry.context - shortest_seq_len(system, geometry) - boundary.value) // geometry.pool_size
-            lengths[-1] = shortest_seq_len(system, geometry) + boundary.value + pools // 2 * geometry.pool_size
+            pools = (geometry.context - system.shortest_length(geometry) - boundary.value) // geometry.pool_size
+            lengths[-1] = system.shortest_length(geometry) + boundary.value + pools // 2 * geometry.pool_size
             if base.accept_lens is not None:
                 changes["accept_lens"] = (*base.accept_lens[:-1], boundary.extra)
         case Kind.EXTEND:
@@ -68,7 +68,7 @@ def _extend(which: str, base: Round, n: int) -> tuple[int, dict[str, Any]]:
     return first, {"extend_lens": (0 if which == "nothing at all" else n,) * (rest + 1)}
 
 
-def defined(system: str, geometry: Geometry, bucket: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
+def defined(system: System, geometry: Geometry, bucket: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
     """`lengths`, but not all zero where the contract leaves that undefined (3.6)."""
     if lengths and len(lengths) == bucket and not any(lengths) and undefined_when_empty(system, geometry, bucket):
         return (1, *lengths[1:])

@@ -12,8 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from dsa_verify.contract.round import has_floors
-from dsa_verify.contract.round_table import PAD_REQUEST, Array, RoundTable, complete_table, seq_len_fill
+from dsa_verify.contract.round_table import PAD_REQUEST, Array, RoundTable, complete_table
 from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
 from fuzz.engine.coverage import Coverage
@@ -28,10 +27,10 @@ def resident_chunks(
 ) -> Iterator[RoundTable]:
     """Rounds `first` to `first + count` of `seed`, on pages that no round has moved yet."""
     generations = np.zeros(setup.geometry.request_rows, np.int64)
-    coverage.expect(regimes(setup.system.name, setup.geometry))
+    coverage.expect(regimes(setup.system, setup.geometry))
     for start in range(first, first + count, chunk_rounds):
         numbers = range(start, min(start + chunk_rounds, first + count))
-        specs = specs_at(seed, numbers, setup.system.name, setup.geometry, setup.buckets)
+        specs = specs_at(seed, numbers, setup.system, setup.geometry, setup.buckets)
         table = _table(setup, specs, generations)
         coverage.recaptured()  # what came before the sample is not in the map
         for i, spec in enumerate(specs[:OBSERVED_OF_A_CHUNK]):
@@ -41,7 +40,7 @@ def resident_chunks(
 
 def _table(setup: ReplaySetup, specs: list[RoundSpec], generations: Array) -> RoundTable:
     device = setup.backend.device if setup.backend.device.type == "cuda" else None
-    drawn = expand_columns(specs, setup.system.name, setup.geometry, device)
+    drawn = expand_columns(specs, setup.system, setup.geometry, device)
     columns = {name: _host(values) for name, values in drawn.items()}
     count, widest, n = len(specs), max(setup.buckets), setup.geometry.draft_tokens
     live = np.arange(widest)[None, :] < columns["raw"][:, None]
@@ -53,7 +52,7 @@ def _table(setup: ReplaySetup, specs: list[RoundSpec], generations: Array) -> Ro
         return np.where(live, wide, pad)
 
     moves = _moves(columns, generations)
-    system, geometry = setup.system.name, setup.geometry
+    system, geometry = setup.system, setup.geometry
     floors = np.full((count, widest), geometry.replay_floor, np.int64)
     return complete_table(
         system,
@@ -62,13 +61,15 @@ def _table(setup: ReplaySetup, specs: list[RoundSpec], generations: Array) -> Ro
         raw=columns["raw"],
         poison=columns["poison"],
         twice=columns["twice"],
-        seed=columns["seed"] if system == "dcp" else np.zeros(count, np.int64),
-        seq_lens=padded("seq_lens", seq_len_fill(system, geometry)),
+        seed=columns["seed"] if system.seeded else np.zeros(count, np.int64),
+        seq_lens=padded("seq_lens", system.pad_length(geometry)),
         requests=padded("requests", PAD_REQUEST),
         extend_lens=padded("extend_lens", n),
         accept_lens=padded("accept_lens", n),
-        verify_lens=padded("verify_lens", 0) if system == "ragged_verify" else np.zeros((count, widest), np.int64),
-        replay_floors=padded("replay_floors", geometry.replay_floor) if has_floors(system, geometry) else floors,
+        verify_lens=padded("verify_lens", 0)
+        if "verify_lens" in system.lens(geometry)
+        else np.zeros((count, widest), np.int64),
+        replay_floors=padded("replay_floors", geometry.replay_floor) if system.floors(geometry) else floors,
         **moves,
     )
 

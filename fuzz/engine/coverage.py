@@ -21,13 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.kpool import live_candidates
 from dsa_verify.contract.layout import Compare, Field, Lifetime, Live, Row
+from dsa_verify.contract.live import closed_pools
 from dsa_verify.contract.round import Round
-from dsa_verify.contract.round_table import seq_len_fill
-from dsa_verify.systems.catalogue import get_system
+from dsa_verify.contract.system import System
 from fuzz.engine.boundaries import Boundary, boundaries, boundary_lengths, full_rows, marks, totals
-from fuzz.engine.limits import adds_draft
 
 Array = npt.NDArray[np.int64]
 Key = tuple[str, ...]
@@ -91,16 +89,16 @@ class _Before:
 class Coverage:
     """Of one configuration. `observe` every round in order; the same rounds give the same `digest`."""
 
-    def __init__(self, system: str, geometry: Geometry, buckets: tuple[int, ...]) -> None:
+    def __init__(self, system: System, geometry: Geometry, buckets: tuple[int, ...]) -> None:
         self.system, self.geometry, self.buckets = system, geometry, buckets
         self.rounds = 0
         self.quantities = quantities(system, geometry, buckets)
         self._rows = [quantity for quantity in self.quantities if not quantity.whole]
         self._wholes = [quantity for quantity in self.quantities if quantity.whole]
-        # By length: [rows' quantities, context + 1].
-        self._band = np.stack([quantity.band(quantity.amounts) for quantity in self._rows])
-        self._steps = np.stack([quantity.steps() for quantity in self._rows])
-        self._edge = np.stack([quantity.edges() for quantity in self._rows])
+        by_length = len(self._rows), geometry.context + 1  # a system of sums has no quantity of a row
+        self._band = np.array([quantity.band(quantity.amounts) for quantity in self._rows], np.int64).reshape(by_length)
+        self._steps = np.array([quantity.steps() for quantity in self._rows], np.int64).reshape(by_length)
+        self._edge = np.array([quantity.edges() for quantity in self._rows], np.int64).reshape(by_length)
         self._which = np.arange(len(self._rows))[:, None]
         states = 1 + max(len(quantity.bands) for quantity in self.quantities)
         self._pairs = np.zeros((len(self._rows), states, states), np.int64)
@@ -145,7 +143,7 @@ class Coverage:
         raw, bucket = round_.raw_batch, round_.bucket
         requests = np.full(bucket, -1, np.int64)
         requests[:raw] = round_.requests
-        lengths = np.full(bucket, seq_len_fill(self.system, self.geometry), np.int64)
+        lengths = np.full(bucket, self.system.pad_length(self.geometry), np.int64)
         lengths[:raw] = round_.seq_lens
         lives = requests >= 0
         return _Before(
@@ -160,7 +158,7 @@ class Coverage:
         """Of a whole quantity, pad rows included."""
         if quantity.name == "sum":
             pads = round_.bucket - round_.raw_batch
-            total = sum(round_.seq_lens) + pads * seq_len_fill(self.system, self.geometry)
+            total = sum(round_.seq_lens) + pads * self.system.pad_length(self.geometry)
         else:
             tiles, long_rows = totals(round_, self.system, self.geometry)
             total = tiles if quantity.name == "tiles" else next(iter(long_rows.values()))
@@ -286,11 +284,11 @@ def _pair_visits(quantity: Quantity, counts: Array, reached: Sequence[set[int]])
 # What the fields follow ----------------------------------------------------------------------------------------------
 
 
-def quantities(system: str, geometry: Geometry, buckets: Sequence[int]) -> list[Quantity]:
+def quantities(system: System, geometry: Geometry, buckets: Sequence[int]) -> list[Quantity]:
     """One for each way in which fields of the layout turn; a field that is written at capture only has none."""
     groups: dict[tuple[object, ...], list[Field]] = {}
     for bucket in sorted(buckets, reverse=True):  # a plan exists at wide buckets only
-        for field in get_system(system).layout(geometry, bucket):
+        for field in system.layout(geometry, bucket):
             if field.lifetime is Lifetime.REPLAY and field.alias is None:
                 group = groups.setdefault(_way(field, geometry), [])
                 if all(field.name != other.name for other in group):
@@ -319,7 +317,7 @@ def _way(field: Field, geometry: Geometry) -> tuple[object, ...]:
     return "length", 1
 
 
-def _quantity(way: tuple[object, ...], group: Sequence[Field], system: str, geometry: Geometry) -> Quantity:
+def _quantity(way: tuple[object, ...], group: Sequence[Field], system: System, geometry: Geometry) -> Quantity:
     what, step, *rest = way
     assert isinstance(step, int)
     lengths = np.arange(geometry.context + 1)
@@ -327,11 +325,11 @@ def _quantity(way: tuple[object, ...], group: Sequence[Field], system: str, geom
     if what == "columns":
         (columns,) = rest
         assert isinstance(columns, int)
-        name, amounts = f"columns of {step}", lengths + (geometry.draft_tokens if adds_draft(system) else 0)
+        name, amounts = f"columns of {step}", lengths + (geometry.draft_tokens if system.adds_draft else 0)
         ends = [(0, "none"), (step, "one"), (step * (columns - 1), "some")]
         last = "all"
     elif what == "candidates":
-        name, amounts = "pools closed", _closed(system, geometry, lengths)
+        name, amounts = "pools closed", closed_pools(system, geometry, lengths)
         ends, last = [(0, "none"), (1, "one")], "several"
     elif what == "tiles":
         count = group[0].rows - 1
@@ -365,9 +363,3 @@ def _ascending(ends: Sequence[tuple[int, str]]) -> tuple[Array, tuple[str, ...]]
         if not kept or limit > kept[-1][0]:
             kept.append((limit, band))
     return np.array([limit for limit, _ in kept], np.int64), tuple(band for _, band in kept)
-
-
-def _closed(system: str, geometry: Geometry, lengths: Array) -> Array:
-    """Pools that a request closes when all of its tokens are accepted."""
-    accepted = np.full_like(lengths, geometry.draft_tokens)
-    return live_candidates(system, geometry, lengths, accepted)  # type: ignore[arg-type]

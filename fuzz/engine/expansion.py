@@ -19,10 +19,10 @@ import numpy.typing as npt
 import torch
 
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.ragged import graph_tokens
-from dsa_verify.contract.round import POISONS, Round, drawn_lens, has_floors
-from dsa_verify.contract.round_table import PAD_REQUEST, pages_before_writes
-from dsa_verify.rounds.matrix import REMAPS_PER_ROUND, shortest_seq_len
+from dsa_verify.contract.round import POISONS, Round
+from dsa_verify.contract.round_table import PAD_REQUEST
+from dsa_verify.contract.system import System
+from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
 from fuzz.engine.boundaries import boundary_lengths
 from fuzz.engine.limits import undefined_when_empty
 
@@ -181,23 +181,23 @@ REGIMES: Final[dict[str, tuple[Length, Length]]] = {
 }
 
 
-def regimes(system: str, geometry: Geometry) -> tuple[str, ...]:
+def regimes(system: System, geometry: Geometry) -> tuple[str, ...]:
     """The regimes that differ from the others in `system`."""
-    return tuple(name for name in REGIMES if name != "ragged" or "extend_lens" in drawn_lens(system, geometry))
+    return tuple(name for name in REGIMES if name != "ragged" or "extend_lens" in system.lens(geometry))
 
 
-def expand(spec: RoundSpec, system: str, geometry: Geometry) -> Round:
+def expand(spec: RoundSpec, system: System, geometry: Geometry) -> Round:
     """The round that `spec` stands for."""
     return as_round(expand_columns([spec], system, geometry), 0, system, geometry)
 
 
-def as_round(columns: dict[str, Any], i: int, system: str, geometry: Geometry) -> Round:
+def as_round(columns: dict[str, Any], i: int, system: System, geometry: Geometry) -> Round:
     """Row `i` of what `expand_columns` gave."""
     raw = int(columns["raw"][i])
-    lens: dict[str, Any] = {name: tuple(columns[name][i, :raw].tolist()) for name in drawn_lens(system, geometry)}
-    if system == "dcp":
+    lens: dict[str, Any] = {name: tuple(columns[name][i, :raw].tolist()) for name in system.lens(geometry)}
+    if system.seeded:
         lens["seed"] = int(columns["seed"][i])
-    if has_floors(system, geometry):
+    if system.floors(geometry):
         lens["replay_floors"] = tuple(columns["replay_floors"][i, :raw].tolist())
     moves = moves_of(columns, i)
     return Round(
@@ -223,7 +223,7 @@ def moves_of(columns: dict[str, Any], i: int) -> list[tuple[int, int, int]]:
 
 
 def expand_columns(
-    specs: Sequence[RoundSpec], system: str, geometry: Geometry, device: torch.device | None = None
+    specs: Sequence[RoundSpec], system: System, geometry: Geometry, device: torch.device | None = None
 ) -> dict[str, Any]:
     """All rounds of `specs` as int64 columns, NumPy arrays or (given a `device`) tensors, equal bit for bit.
 
@@ -238,7 +238,7 @@ class _Columns:
     """The arithmetic of `expand_columns`; [M, 1] and [1, B] arrays broadcast to [M, B]."""
 
     def __init__(
-        self, specs: Sequence[RoundSpec], system: str, geometry: Geometry, device: torch.device | None
+        self, specs: Sequence[RoundSpec], system: System, geometry: Geometry, device: torch.device | None
     ) -> None:
         self.specs, self.system, self.geometry = specs, system, geometry
         self._array: Any = np.asarray if device is None else functools.partial(torch.tensor, device=device)
@@ -285,7 +285,7 @@ class _Columns:
         return below(self.words[:, lane, :1], span)
 
     def _seq_lens(self) -> Any:
-        shortest = shortest_seq_len(self.system, self.geometry)
+        shortest = self.system.shortest_length(self.geometry)
         kinds = self._array(np.array(list(REGIMES.values()), np.int64))
         kind = self._where(self.is_hot, kinds[self.regime, 1], kinds[self.regime, 0])
         lengths = self._any_length()
@@ -342,9 +342,11 @@ class _Columns:
     def _verify_lens(self) -> Any:
         """1 to N each, scaled down where their sum would exceed the token rows of the graph (contract 9)."""
         extra = self._where(self.live, self._below(Lane.VERIFY, self.geometry.draft_tokens), 0)
-        if self.system != "ragged_verify":
+        if "verify_lens" not in self.system.lens(self.geometry):
             return 1 + extra
-        room = self._array(np.array([graph_tokens(self.geometry, spec.bucket) for spec in self.specs], np.int64))
+        room = self._array(
+            np.array([self.system.capacity(self.geometry, spec.bucket) for spec in self.specs], np.int64)
+        )
         total, spare = extra.sum(1)[:, None], room[:, None] - self.raw
         return 1 + self._where(total > spare, extra * spare // self._where(total > 0, total, 1), extra)
 
@@ -368,7 +370,7 @@ class _Columns:
         lanes = self._array(np.array([[Lane.PREFIX_ROW], [Lane.PREFIX_PAGES]], np.int64))
         drawn, size = (bits(self.seed, self.round, lane[None], element) for lane in lanes)
         other_row = below(drawn, self.some)
-        spare = pages_before_writes(self.system, self.geometry, lengths)
+        spare = self.system.pages_before_writes(self.geometry, lengths)
         mine, others = spare[round_, batch_row], spare[round_, other_row]
         # Of a request that several batch rows name, one writes before another.
         one = self.regime == list(REGIMES).index("one_request")
@@ -382,7 +384,7 @@ class _Columns:
 
 
 @functools.lru_cache(maxsize=64)
-def _lengths(system: str, geometry: Geometry) -> Array:
+def _lengths(system: System, geometry: Geometry) -> Array:
     return np.array(boundary_lengths(system, geometry), np.int64)
 
 

@@ -7,16 +7,11 @@ never took place.
 from __future__ import annotations
 
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.ragged import graph_tokens
+from dsa_verify.contract.system import System
 from dsa_verify.rounds.matrix import undefined_when_empty as undefined_when_empty
 
 
-def adds_draft(system: str) -> bool:
-    """Whether `seq_lens` is the prefix before the draft, so that N more tokens are live (contract 0.1)."""
-    return system in ("target_verify", "ragged_verify")
-
-
-def most_requests(system: str, geometry: Geometry, bucket: int) -> int:
+def most_requests(system: System, geometry: Geometry, bucket: int) -> int:
     """Live requests that a round of `bucket` can hold: each needs a request row, and a token row (contract 9)."""
     most = min(bucket, geometry.request_rows - 1)
-    return min(most, graph_tokens(geometry, bucket)) if system == "ragged_verify" else most
+    return min(most, system.capacity(geometry, bucket))

@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol
 
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round
+from dsa_verify.contract.system import System
 from fuzz.engine.expansion import Lane
 from fuzz.engine.expansion import regimes as outside_regimes
 from fuzz.engine.limits import most_requests
@@ -41,7 +42,7 @@ class World(Protocol):
 
 
 def names_of(
-    system: str, geometry: Geometry, buckets: Sequence[int], *, outside: bool = True, steered: bool = True
+    system: System, geometry: Geometry, buckets: Sequence[int], *, outside: bool = True, steered: bool = True
 ) -> tuple[str, ...]:
     """The regimes of a world, in a fixed order; each can follow any other."""
     most = max(most_requests(system, geometry, bucket) for bucket in buckets)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import numpy as np
 
 from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.system import System
 from fuzz.engine.expansion import Lane, RoundSpec, below, bits, regimes, word
 from fuzz.engine.limits import most_requests
 
@@ -24,7 +25,7 @@ Choose = Callable[[Sequence[T]], T]
 SEEDS: Final = 1 << 16  # of a Hypothesis draw: enough to differ, few enough to read
 
 
-def specs(system: str, geometry: Geometry, buckets: Sequence[int]) -> SearchStrategy[RoundSpec]:
+def specs(system: System, geometry: Geometry, buckets: Sequence[int]) -> SearchStrategy[RoundSpec]:
     """Specs drawn by Hypothesis; they shrink towards an idle round of the first bucket."""
     from hypothesis import strategies as st
 
@@ -35,7 +36,7 @@ def specs(system: str, geometry: Geometry, buckets: Sequence[int]) -> SearchStra
     return drawn()
 
 
-def spec_at(seed: int, round_: int, system: str, geometry: Geometry, buckets: Sequence[int]) -> RoundSpec:
+def spec_at(seed: int, round_: int, system: System, geometry: Geometry, buckets: Sequence[int]) -> RoundSpec:
     """The spec number `round_` of `seed`."""
     element = count()
 
@@ -45,7 +46,7 @@ def spec_at(seed: int, round_: int, system: str, geometry: Geometry, buckets: Se
     return _spec(choose, system, geometry, buckets, range(seed, seed + 1), round_)
 
 
-def specs_at(seed: int, numbers: range, system: str, geometry: Geometry, buckets: Sequence[int]) -> list[RoundSpec]:
+def specs_at(seed: int, numbers: range, system: System, geometry: Geometry, buckets: Sequence[int]) -> list[RoundSpec]:
     """`spec_at` of all `numbers`, in a few array operations instead of thousands of Python ones."""
     round_ = np.array(numbers, np.int64)[:, None]
     # Bucket, raw batch, regime and hot entries, in the order in which `_spec` chooses them.
@@ -62,7 +63,7 @@ def specs_at(seed: int, numbers: range, system: str, geometry: Geometry, buckets
 
 
 def _spec(
-    choose: Choose[Any], system: str, geometry: Geometry, buckets: Sequence[int], seeds: range, round_: int
+    choose: Choose[Any], system: System, geometry: Geometry, buckets: Sequence[int], seeds: range, round_: int
 ) -> RoundSpec:
     bucket = choose(buckets)
     raw = choose(range(most_requests(system, geometry, bucket) + 1))

@@ -29,15 +29,14 @@ import numpy as np
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import DISJOINT_GENERATIONS, Geometry
-from dsa_verify.contract.ragged import graph_tokens
-from dsa_verify.contract.round import POISONS, Round, drawn_lens, has_floors, one_floor_each
-from dsa_verify.contract.round_table import pages_before_writes, tokens_written_back
-from dsa_verify.rounds.matrix import REMAPS_PER_ROUND, shortest_seq_len
+from dsa_verify.contract.round import POISONS, Round, one_floor_each
+from dsa_verify.contract.system import System
+from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
 from fuzz.engine.boundaries import Boundary, Kind, boundaries
 from fuzz.engine.boundary_rounds import defined, fewest_requests, hold
 from fuzz.engine.coverage import ON_OTHER_PAGES, SAME_PAGES, TENANTS, Array, Coverage
 from fuzz.engine.expansion import Lane, RoundSpec, as_round, below, expand_columns, word
-from fuzz.engine.limits import adds_draft, most_requests
+from fuzz.engine.limits import most_requests
 from fuzz.engine.steps import AIMED, ENGINE, ON_DEMAND, names_of
 from fuzz.engine.strategies import spec_at
 
@@ -68,7 +67,7 @@ class World:
 
     def __init__(
         self,
-        system: str,
+        system: System,
         geometry: Geometry,
         buckets: Sequence[int],
         seed: int = 0,
@@ -80,12 +79,12 @@ class World:
         self.system, self.geometry, self.seed, self.coverage = system, geometry, seed, coverage
         self.buckets = tuple(sorted(buckets))
         self.most = max(most_requests(system, geometry, bucket) for bucket in self.buckets)
-        self.shortest = max(1, shortest_seq_len(system, geometry))
+        self.shortest = max(1, system.shortest_length(geometry))
         # An engine ends a request before its next draft would pass the context.
-        self.longest = geometry.context - (geometry.draft_tokens if adds_draft(system) else 0)
+        self.longest = geometry.context - (geometry.draft_tokens if system.adds_draft else 0)
         if self.longest < self.shortest:
             raise UsageError(
-                f"context: {geometry.context} leaves no room for a request of {system} with draft_tokens "
+                f"context: {geometry.context} leaves no room for a request of {system.name} with draft_tokens "
                 f"{geometry.draft_tokens}; raise it"
             )
         self.live: list[Request] = []
@@ -145,14 +144,14 @@ class World:
         requests = self.live
         bucket = bucket or self.smallest_bucket(len(requests))
         lens: dict[str, Any] = {}
-        for name in drawn_lens(self.system, self.geometry):
+        for name in self.system.lens(self.geometry):
             if name == "accept_lens":
                 lens[name] = tuple(request.accepted for request in requests)
             elif name == "verify_lens":
                 lens[name] = self._verify_lens(bucket, len(requests))
-        if self.system == "dcp":
+        if self.system.seeded:
             lens["seed"] = self.draw(Lane.ROUND_SEED, (1 << 31) - 1)
-        if has_floors(self.system, self.geometry):
+        if self.system.floors(self.geometry):
             floors = [self._floor(request.length) for request in requests]
             lens["replay_floors"] = one_floor_each([request.row for request in requests], floors)
         round_ = Round(
@@ -393,12 +392,12 @@ class World:
         return found
 
     def _whole_pages(self, length: int) -> int:
-        pages: int = pages_before_writes(self.system, self.geometry, length)
+        pages: int = self.system.pages_before_writes(self.geometry, length)
         return pages
 
     def _length_behind(self, pages: int) -> int:
         """The shortest request that does not write the first `pages`."""
-        return pages * self.geometry.allocator_page + tokens_written_back(self.system, self.geometry) if pages else 0
+        return pages * self.geometry.allocator_page + self.system.written_back(self.geometry) if pages else 0
 
     def _spare_pages(self, row: int) -> int:
         """What nobody writes of `row`."""
@@ -494,7 +493,7 @@ class World:
 
     def _verify_lens(self, bucket: int, count: int) -> tuple[int, ...]:
         """1 to N each, as long as the token rows of the graph last (contract 9)."""
-        spare, lens = graph_tokens(self.geometry, bucket) - count, []
+        spare, lens = self.system.capacity(self.geometry, bucket) - count, []
         for _ in range(count):
             extra = min(self.draw(Lane.VERIFIED, self.geometry.draft_tokens), spare)
             spare -= extra

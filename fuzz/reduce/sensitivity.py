@@ -17,10 +17,9 @@ from typing import Final
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import MAX_BATCH, MAX_DRAFT_TOKENS
-from dsa_verify.contract.round import POISONS, Round, Scenario, drawn_lens
+from dsa_verify.contract.round import POISONS, Round, Scenario
 from dsa_verify.contract.subject import SubjectFactory
 from dsa_verify.graphs import Backend
-from dsa_verify.rounds.matrix import shortest_seq_len
 from dsa_verify.systems.catalogue import get_system
 from dsa_verify.waivers.waivers import NO_WAIVERS, Ledger
 from fuzz.reduce.shrink import BUDGET_S, closest, named_requests, put, resized, turning_lengths, with_requests
@@ -163,7 +162,7 @@ class _Study:
 
     def _range_of(self, length: int, variant: Callable[[int], Scenario]) -> str:
         """With which lengths in the place of `length` the finding stays, in words."""
-        least, most = shortest_seq_len(self.case.system, self.case.geometry), self.case.geometry.context
+        least, most = get_system(self.case.system).shortest_length(self.case.geometry), self.case.geometry.context
         page = self.case.geometry.page_size
         near = {length + step for step in (-page, -1, 1, page)}
         tried = {*near, least, max(least, 1), *_spread(turning_lengths(self.case)), most}
@@ -254,7 +253,7 @@ class _Study:
 
     def _lens(self) -> None:
         n = self.case.geometry.draft_tokens
-        for name, least in drawn_lens(self.case.system, self.case.geometry).items():
+        for name, least in get_system(self.case.system).lens(self.case.geometry).items():
             for i, round_ in enumerate(self.case.rounds):
                 for b, value in enumerate(getattr(round_, name) or ()):
                     tried = sorted({least, value - 1, value + 1, n} - {value})
@@ -295,7 +294,7 @@ class _Study:
                 needed = self._needed([self._with_round(i, dataclasses.replace(round_, replay_floors=None))])
                 text = f"replay floors {', '.join(map(str, round_.replay_floors))}{where}"
                 self._judge(f"replay floors{where}", round_.replay_floors, "needed" if needed else FREE, text)
-            if self.case.system == "dcp":
+            if get_system(self.case.system).seeded:
                 other = [self._with_round(i, dataclasses.replace(round_, seed=round_.seed + step)) for step in (1, 2)]
                 self._judge(f"seed{where}", round_.seed, str(round_.seed) if self._needed(other) else FREE)
 

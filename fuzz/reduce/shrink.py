@@ -19,11 +19,11 @@ from typing import Any, Final, TypeVar
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.finding import Finding
 from dsa_verify.contract.geometry import MIN_DRAFT_STEPS, Geometry
-from dsa_verify.contract.round import Round, Scenario, drawn_lens
+from dsa_verify.contract.round import Round, Scenario
 from dsa_verify.contract.round_table import PAD_REQUEST
 from dsa_verify.contract.subject import SubjectFactory
 from dsa_verify.graphs import Backend
-from dsa_verify.rounds.matrix import boundaries, shortest_seq_len
+from dsa_verify.rounds.matrix import boundaries
 from dsa_verify.run.verify import CASE_WINDOWS
 from dsa_verify.systems.catalogue import get_system
 from dsa_verify.waivers.waivers import NO_WAIVERS, Ledger
@@ -237,8 +237,8 @@ def smaller_buckets(search: _Search) -> None:
 
 def smaller_geometry(search: _Search) -> None:
     """Smaller drafts; and no difference from the preset that is not needed, but for smaller sizes."""
-    sizes = {"draft_tokens": get_system(search.best.system).drafts, "draft_steps": search.best.system == "mtp"}
-    for name in (name for name, matters in sizes.items() if matters):
+    system = get_system(search.best.system)
+    for name in (*(["draft_tokens"] if system.drafts else []), *system.sizes):
         for size in _from_the_least(_LEAST_SIZES[name], getattr(search.best.geometry, name)):
             if search.attempt_geometry(**{name: size}):
                 break
@@ -271,7 +271,7 @@ def plain_lens(search: _Search) -> None:
         for b in range(len(round_.replay_floors or ())):
             _lower_floor(search, i, b)
     n = search.best.geometry.draft_tokens
-    for name in drawn_lens(search.best.system, search.best.geometry):
+    for name in get_system(search.best.system).lens(search.best.geometry):
         must_be_said = name == "verify_lens"
         if not must_be_said:
             search.attempt_each(_set(**{name: None}))
@@ -284,7 +284,7 @@ def plain_lens(search: _Search) -> None:
 
 def short_lengths(search: _Search) -> None:
     """All of them 1, or else each as low as it may be, by the boundaries first (contract 10)."""
-    least = shortest_seq_len(search.best.system, search.best.geometry)
+    least = get_system(search.best.system).shortest_length(search.best.geometry)
     search.attempt_each(lambda round_: _set(seq_lens=(max(least, 1),) * round_.raw_batch)(round_))
     for i in reversed(range(len(search.rounds))):
         for b in range(search.rounds[i].raw_batch):
@@ -396,8 +396,11 @@ def _from_the_least(least: int, size: int) -> list[int]:
 
 def turning_lengths(scenario: Scenario) -> list[int]:
     """Legal lengths at which any formula turns; ascending."""
-    shortest = shortest_seq_len(scenario.system, scenario.geometry)
-    values = {*boundaries(scenario.geometry).tolist(), *boundary_lengths(scenario.system, scenario.geometry)}
+    shortest = get_system(scenario.system).shortest_length(scenario.geometry)
+    values = {
+        *boundaries(scenario.geometry).tolist(),
+        *boundary_lengths(get_system(scenario.system), scenario.geometry),
+    }
     return sorted(value for value in values if value >= shortest)
 
 

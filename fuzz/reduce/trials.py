@@ -17,12 +17,13 @@ from typing import Final
 from dsa_verify.base.errors import HarnessError, UsageError
 from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.round import Scenario, parse_case
+from dsa_verify.contract.round import Scenario
 from dsa_verify.contract.subject import SubjectFactory
 from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.graphs import Backend
 from dsa_verify.replay.setup import ReplaySetup, remap_slots_of
 from dsa_verify.replay.subject_stages import SubjectError
+from dsa_verify.rounds.case_file import parse_case
 from dsa_verify.rounds.matrix import is_undefined
 from dsa_verify.systems.catalogue import get_system
 from dsa_verify.waivers.waivers import NO_WAIVERS, Ledger
@@ -172,7 +173,7 @@ def is_legal(scenario: Scenario) -> bool:
             get_system(scenario.system).layout(scenario.geometry, bucket)
     except UsageError:
         return False
-    undefined = (is_undefined(scenario.system, scenario.geometry, round_) for round_ in scenario.rounds)
+    undefined = (is_undefined(get_system(scenario.system), scenario.geometry, round_) for round_ in scenario.rounds)
     return bool(scenario.rounds) and not any(undefined)
 
 

@@ -29,7 +29,7 @@ from played import ROUNDS, SHARDS, facts_of, hold, let_go, plan_of, run, shown, 
 from rich.console import Console
 
 from dsa_verify.base.errors import HarnessError, UsageError
-from dsa_verify.contract.round import read_case
+from dsa_verify.rounds.case_file import read_case
 from fuzz.campaign import campaign as campaign_module
 from fuzz.campaign import index as store_module
 from fuzz.campaign import supervisor as supervise_module

@@ -17,11 +17,12 @@ from dsa_verify.base.atomic_write import write_whole
 from dsa_verify.base.errors import HarnessError, OutOfMemory
 from dsa_verify.base.out_of_memory import lack_of_memory
 from dsa_verify.contract.finding import Finding
-from dsa_verify.contract.round import Round, read_case
+from dsa_verify.contract.round import Round
 from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.replay import compilations
 from dsa_verify.replay.observation import Observation
 from dsa_verify.replay.setup import ReplaySetup
+from dsa_verify.rounds.case_file import read_case
 from fuzz.campaign import supervisor as supervise_module
 from fuzz.campaign import worker as shard_work
 from fuzz.campaign.index import Store

@@ -9,7 +9,8 @@ import pytest
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.finding import Diagnosis
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.round import Scenario, read_case
+from dsa_verify.contract.round import Scenario
+from dsa_verify.rounds.case_file import read_case
 from dsa_verify.subjects import faults
 from dsa_verify.systems.catalogue import SYSTEMS
 from fuzz.cases import caught, paths

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsa_verify.contract.geometry import DISJOINT_GENERATIONS, PRESETS, Geometry
-from dsa_verify.contract.round import KNOWN_SYSTEMS, POISONS, SEED_LIMIT, Round
-from dsa_verify.contract.round_table import owner_of_slot, pages_before_writes, tabulate, token_slots
+from dsa_verify.contract.round import POISONS, SEED_LIMIT, Round
+from dsa_verify.contract.round_table import owner_of_slot, tabulate, token_slots
+from dsa_verify.systems.catalogue import SYSTEMS
 
 WIDEST = 8
 
@@ -83,7 +84,7 @@ def test_owner_of_slot_inverts_token_slots_of_the_presets(preset: str, generatio
 
 
 @st.composite
-def tabulated(draw: st.DrawFn, systems: tuple[str, ...] = KNOWN_SYSTEMS) -> tuple[str, Geometry, list[Round]]:
+def tabulated(draw: st.DrawFn, systems: tuple[str, ...] = tuple(SYSTEMS)) -> tuple[str, Geometry, list[Round]]:
     system = draw(st.sampled_from(systems))
     geometry = draw(small_geometries(draft_tokens=1 if system in ("decode", "dcp") else None))
 
@@ -120,7 +121,7 @@ def tabulated(draw: st.DrawFn, systems: tuple[str, ...] = KNOWN_SYSTEMS) -> tupl
 @given(tabulated())
 def test_a_table_gives_its_rounds_back(case: tuple[str, Geometry, list[Round]]):
     system, geometry, rounds = case
-    table = tabulate(system, geometry, rounds, np.zeros(geometry.request_rows, np.int64), widest_bucket=WIDEST)
+    table = tabulate(SYSTEMS[system], geometry, rounds, np.zeros(geometry.request_rows, np.int64), widest_bucket=WIDEST)
     assert len(table) == len(rounds)
     for i, round_ in enumerate(rounds):
         got, extend_lens = table.round(i), round_.extend_lens
@@ -136,7 +137,7 @@ def test_a_table_gives_its_rounds_back(case: tuple[str, Geometry, list[Round]]):
 def test_live_bounds_and_token_rows_follow_the_contract(case: tuple[str, Geometry, list[Round]]):
     """Contract 1.1 to 1.3: every row of a request is live up to its whole length; pads own rows too."""
     system, geometry, rounds = case
-    table = tabulate(system, geometry, rounds, np.zeros(geometry.request_rows, np.int64), widest_bucket=WIDEST)
+    table = tabulate(SYSTEMS[system], geometry, rounds, np.zeros(geometry.request_rows, np.int64), widest_bucket=WIDEST)
     n = geometry.draft_tokens
     for i, round_ in enumerate(rounds):
         bucket, raw = round_.bucket, round_.raw_batch
@@ -145,10 +146,9 @@ def test_live_bounds_and_token_rows_follow_the_contract(case: tuple[str, Geometr
         assert (table.live_tokens[i] == table.seq_lens[i] + added).all()
         counts = [*(round_.extend_lens or [n] * raw), *[n] * (bucket - raw)]
         assert table.token_rows[i] == sum(counts)
-        if system != "decode":  # whose token rows are its requests
-            owners = [request for request, count in enumerate(counts) for _ in range(count)]
-            beyond = WIDEST * n - len(owners)
-            assert table.row_request[i].tolist() == owners + [0] * beyond
+        owners = [request for request, count in enumerate(counts) for _ in range(count)]
+        beyond = WIDEST * n - len(owners)
+        assert table.row_request[i].tolist() == owners + [0] * beyond
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_pads_hold_what_contract_0_2_says(system: str, pool_size: int, fill: int
     geometry = Geometry.resolve("tiny", {"draft_tokens": n, "pool_size": pool_size})
     round_ = Round(bucket=4, seq_lens=(9,), requests=(5,))
     generations = np.zeros(geometry.request_rows, np.int64)
-    table = tabulate(system, geometry, [round_], generations, widest_bucket=6)
+    table = tabulate(SYSTEMS[system], geometry, [round_], generations, widest_bucket=6)
     assert table.seq_lens.tolist() == [[9] + [fill] * 5]
     assert table.requests.tolist() == [[5, 0, 0, 0, 0, 0]]
     assert table.extend_lens.tolist() == [[n] * 6]
@@ -178,7 +178,7 @@ def test_remaps_advance_generations_and_leave_free_slots_at_minus_one():
     geometry = Geometry.resolve("tiny")
     generations = np.zeros(geometry.request_rows, np.int64)
     rounds = [Round(bucket=1, seq_lens=(1,), requests=(0,), remap=remap) for remap in ((5, 2), (), (2, 2))]
-    table = tabulate("decode", geometry, rounds, generations, widest_bucket=1, remap_slots=3)
+    table = tabulate(SYSTEMS["decode"], geometry, rounds, generations, widest_bucket=1, remap_slots=3)
     assert table.remap_rows.tolist() == [[5, 2, -1], [-1, -1, -1], [2, -1, -1]]
     assert table.remap_generations.tolist() == [[1, 1, 0], [0, 0, 0], [2, 0, 0]]
     assert (generations[5], generations[2], generations.sum()) == (1, 2, 3)
@@ -187,7 +187,7 @@ def test_remaps_advance_generations_and_leave_free_slots_at_minus_one():
 def test_a_prefix_goes_with_the_remap_of_its_row():
     geometry = Geometry.resolve("tiny")
     round_ = Round(bucket=1, seq_lens=(1,), requests=(0,), remap=(5, 2), prefixes=((2, 7, 3),))
-    table = tabulate("decode", geometry, [round_], np.zeros(geometry.request_rows, np.int64), widest_bucket=1)
+    table = tabulate(SYSTEMS["decode"], geometry, [round_], np.zeros(geometry.request_rows, np.int64), widest_bucket=1)
     assert (table.remap_origins.tolist(), table.remap_pages.tolist()) == ([[0, 7]], [[0, 3]])
     assert round_.with_remap((2,)).prefixes == round_.prefixes
     assert round_.with_remap((5,)) == Round(bucket=1, seq_lens=(1,), requests=(0,), remap=(5,))
@@ -208,4 +208,4 @@ def test_a_prefix_goes_with_the_remap_of_its_row():
 )
 def test_pages_before_writes_are_whole_ones(system: str, changes: dict[str, object], shared: list[int]):
     geometry = Geometry.resolve("tiny", changes)
-    assert pages_before_writes(system, geometry, np.array([0, 4, 5, 8, 9])).tolist() == shared
+    assert SYSTEMS[system].pages_before_writes(geometry, np.array([0, 4, 5, 8, 9])).tolist() == shared

@@ -15,13 +15,15 @@ from hypothesis import strategies as st
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import PRESETS, Geometry
-from dsa_verify.contract.round import KNOWN_SYSTEMS, POISONS, SEED_LIMIT, Round, Scenario, parse_case, read_case
+from dsa_verify.contract.round import POISONS, SEED_LIMIT, Round, Scenario
 from dsa_verify.contract.round_table import tabulate
+from dsa_verify.rounds.case_file import parse_case, read_case
+from dsa_verify.systems.catalogue import SYSTEMS
 
 
 @st.composite
 def scenarios(draw: st.DrawFn) -> Scenario:
-    system = draw(st.sampled_from(KNOWN_SYSTEMS))
+    system = draw(st.sampled_from(tuple(SYSTEMS)))
     geometry = Geometry.resolve(
         draw(st.sampled_from(list(PRESETS))),
         {
@@ -98,7 +100,7 @@ def test_floors_are_said_by_each_round_or_by_the_geometry_for_all():
     assert [round_.replay_floors for round_ in scenario.rounds] == [(0, 9, 4), None]
     assert parse_case(scenario.to_json()) == scenario
     generations = np.zeros(scenario.geometry.request_rows, np.int64)
-    table = tabulate("padded", scenario.geometry, scenario.rounds, generations, widest_bucket=4)
+    table = tabulate(SYSTEMS["padded"], scenario.geometry, scenario.rounds, generations, widest_bucket=4)
     assert table.replay_floors.tolist() == [[0, 9, 4, 5], [5, 5, 5, 5]], "pad rows keep the one number"
     assert [round_.replay_floors for round_ in table.rounds()] == [(0, 9, 4), (5,)]
 
@@ -197,7 +199,7 @@ BAD_EDITS: dict[str, tuple[Edit, str]] = {
     "infinity": (put("seed", float("inf")), "seed: Infinity is not an integer; write an integer"),
     "long string": (
         put("system", "d" * 90),
-        f'system: "{"d" * 36}... is unknown; use one of {", ".join(KNOWN_SYSTEMS)}',
+        f'system: "{"d" * 36}... is unknown; use one of {", ".join(SYSTEMS)}',
     ),
     "unknown key": (put("colour", 1), f'"colour" is an unknown key; known keys here: {TOP_KEYS}'),
     "unknown key of a round": (
@@ -214,7 +216,7 @@ BAD_EDITS: dict[str, tuple[Edit, str]] = {
     ),
     "unknown system": (
         put("system", "prefill"),
-        'system: "prefill" is unknown; use one of decode, target_verify, draft_extend, mtp, padded, ragged_verify, dcp',
+        'system: "prefill" is unknown; use one of decode, target_verify, draft_extend, ragged_verify, padded, dcp, mtp',
     ),
     "unknown preset": (
         put("preset", "gpt"),

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from dsa_verify.contract.finding import Diagnosis, Finding
-from dsa_verify.contract.round import Scenario, read_case
+from dsa_verify.contract.round import Scenario
 from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.graphs import open_backend
 from dsa_verify.replay.setup import ReplaySetup
+from dsa_verify.rounds.case_file import read_case
 from dsa_verify.run.runner import Runner, open_run
 from dsa_verify.subjects.faults.conduct import WrongOnce
 from dsa_verify.systems.catalogue import get_system

@@ -36,7 +36,7 @@ def scripted() -> list[Round]:
 
 @pytest.mark.parametrize("name", ["script", "world"])
 def test_the_draw_of_shared_pages_finds_it_and_nothing_else_does(name: str) -> None:
-    rounds = scripted() if name == "script" else World("decode", TINY, (4, 1), 3).rounds(60)
+    rounds = scripted() if name == "script" else World(SYSTEMS["decode"], TINY, (4, 1), 3).rounds(60)
     (found,) = sentences(rounds)
     assert re.search(r"that is the same place of request \d+, with the same first page as this request$", found)
     assert sentences([dataclasses.replace(round_, prefixes=()) for round_ in rounds]) == []

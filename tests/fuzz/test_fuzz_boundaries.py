@@ -38,7 +38,7 @@ def ragged_rounds(architecture: int) -> Iterator[tuple[Geometry, tuple[int, ...]
     for config in diagnostic_matrix(SYSTEMS["ragged_verify"], geometry, batches=[1, 4], drafts=[2, 6]):
         yield config.geometry, config.buckets, [r for table in config.chunks() for r in table.rounds()]
     few = geometry.replace(draft_tokens=3, graph_tokens=7)
-    yield few, (6, 3), World("ragged_verify", few, (6, 3), 1).rounds(60)
+    yield few, (6, 3), World(SYSTEMS["ragged_verify"], few, (6, 3), 1).rounds(60)
 
 
 @pytest.mark.parametrize("architecture", [90, 100])
@@ -48,7 +48,7 @@ def test_totals_of_ragged_rounds_are_those_of_the_oracle(architecture: int) -> N
         for round_ in rounds:
             told = {
                 (kind, extra): value
-                for kind, value, extra, _, _ in marks(round_, "ragged_verify", geometry)
+                for kind, value, extra, _, _ in marks(round_, SYSTEMS["ragged_verify"], geometry)
                 if kind in TOTALS
             }
             assert told == oracle_totals(benches[round_.bucket], round_)
@@ -57,9 +57,14 @@ def test_totals_of_ragged_rounds_are_those_of_the_oracle(architecture: int) -> N
 def test_a_ragged_round_made_for_a_total_has_it_and_coverage_counts_it() -> None:
     geometry = Geometry.resolve("tiny", {**RULES, "draft_tokens": 3, "graph_tokens": 8})
     buckets = (6, 3)
-    world, coverage = World("ragged_verify", geometry, buckets, 3), Coverage("ragged_verify", geometry, buckets)
+    world, coverage = (
+        World(SYSTEMS["ragged_verify"], geometry, buckets, 3),
+        Coverage(SYSTEMS["ragged_verify"], geometry, buckets),
+    )
     benches = {bucket: Bench(RaggedVerifyOracle(), geometry, bucket) for bucket in buckets}
-    wanted = [boundary for boundary in boundaries("ragged_verify", geometry, buckets) if boundary.kind in TOTALS]
+    wanted = [
+        boundary for boundary in boundaries(SYSTEMS["ragged_verify"], geometry, buckets) if boundary.kind in TOTALS
+    ]
     assert {boundary.kind for boundary in wanted} == set(TOTALS)
     (tiles,) = (quantity for quantity in coverage.quantities if quantity.name == "tiles")
     for boundary in wanted:
@@ -81,4 +86,4 @@ def test_a_plan_is_where_the_layout_has_one(system: str) -> None:
         for bucket in config.buckets:
             layout = SYSTEMS[system].layout(config.geometry, bucket)
             planned = any(field.name.endswith("topk_v2_plan") for field in layout)
-            assert has_plan(system, config.geometry, bucket) == planned, bucket
+            assert has_plan(SYSTEMS[system], config.geometry, bucket) == planned, bucket

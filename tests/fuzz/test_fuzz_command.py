@@ -13,9 +13,9 @@ from support import DEVICE, EagerDecode, backend, setup_of, small
 from dsa_verify.base.errors import STATUS_EQUAL, STATUS_MISMATCH, UsageError
 from dsa_verify.cli import fuzz as command
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.round import read_case
 from dsa_verify.contract.subject import Buffers, Inputs
 from dsa_verify.replay.setup import ReplaySetup
+from dsa_verify.rounds.case_file import read_case
 from dsa_verify.systems.catalogue import SYSTEMS
 from fuzz.engine.bulk_rounds import resident_chunks
 from fuzz.engine.coverage import Coverage
@@ -204,11 +204,11 @@ def test_bulk_rounds_are_those_of_their_specs(system: str) -> None:
     if known.preset("cpu") != "tiny":
         geometry = type(geometry).resolve(known.preset("cpu"), {"request_rows": 9, "draft_tokens": 3})
     setup = ReplaySetup.make(known, geometry, (4, 2), 0, None, None, backend())
-    coverage = Coverage(system, geometry, setup.buckets)
+    coverage = Coverage(SYSTEMS[system], geometry, setup.buckets)
     tables = list(resident_chunks(setup, 7, 100, 50, 32, coverage))
     rounds = [round_ for table in tables for round_ in table.rounds()]
-    specs = [spec_at(7, 100 + i, system, geometry, setup.buckets) for i in range(50)]
-    expected = [expand(spec, system, geometry) for spec in specs]
+    specs = [spec_at(7, 100 + i, SYSTEMS[system], geometry, setup.buckets) for i in range(50)]
+    expected = [expand(spec, SYSTEMS[system], geometry) for spec in specs]
     for got, want in zip(rounds, expected, strict=True):
         # A case may leave lengths out that are all N; a table says them.
         lens = {

@@ -11,11 +11,12 @@ import pytest
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import INDEX_DTYPES, INPUT_VIEWS, LOG_BASES, PADDED_MODES, TABLE_VIEWS, parse_settings
-from dsa_verify.rounds.matrix import DCP_SIZES, Config
+from dsa_verify.rounds.matrix import Config
 from dsa_verify.systems.catalogue import SYSTEMS, settled_geometry
+from dsa_verify.systems.dcp import SIZES as DCP_SIZES
+from dsa_verify.systems.mtp import STEPS as DRAFT_STEPS
 from fuzz.configurations import (
     ARCHITECTURES,
-    DRAFT_STEPS,
     DRAFTS,
     HUGE,
     SMALL,
@@ -58,8 +59,8 @@ def check_legal(config: Config) -> None:
     assert geometry.request_rows > max(config.buckets), "a full batch has no row for each request"
     for bucket in config.buckets:
         assert system.layout(geometry, bucket).fields
-        assert most_requests(system.name, geometry, bucket) == bucket or system.name == "ragged_verify"
-    World(system.name, geometry, config.buckets, config.seed, outside=False).step()
+        assert most_requests(system, geometry, bucket) == bucket or system.name == "ragged_verify"
+    World(system, geometry, config.buckets, config.seed, outside=False).step()
 
 
 @everywhere
@@ -289,6 +290,6 @@ def test_a_configuration_is_said_in_words_and_in_json() -> None:
 
 def test_coverage_can_be_had_of_a_wide_batch() -> None:
     config = drawn("ragged_verify", 0)[0]
-    coverage = Coverage("ragged_verify", config.geometry, config.buckets)
-    World("ragged_verify", config.geometry, config.buckets, 0, coverage=coverage).rounds(5)
+    coverage = Coverage(SYSTEMS["ragged_verify"], config.geometry, config.buckets)
+    World(SYSTEMS["ragged_verify"], config.geometry, config.buckets, 0, coverage=coverage).rounds(5)
     assert coverage.rounds == 5

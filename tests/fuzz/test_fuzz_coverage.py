@@ -21,7 +21,7 @@ TABLE = f"columns of {PAGE}"
 
 
 def coverage_of(*rounds: Round, buckets: tuple[int, ...] = (4, 2)) -> Coverage:
-    coverage = Coverage("decode", small(), buckets)
+    coverage = Coverage(SYSTEMS["decode"], small(), buckets)
     for round_ in rounds:
         coverage.observe(round_)
     return coverage
@@ -117,12 +117,12 @@ def test_every_field_that_replays_write_is_followed_and_nothing_impossible_is_as
     system: str, preset: str, overrides: dict[str, object], buckets: tuple[int, ...]
 ) -> None:
     geometry = Geometry.resolve(preset, overrides)
-    coverage = Coverage(system, geometry, buckets)
+    coverage = Coverage(SYSTEMS[system], geometry, buckets)
     fields = {name for quantity in coverage.quantities for name in quantity.fields}
     layouts = [SYSTEMS[system].layout(geometry, bucket) for bucket in buckets]
     assert fields == {f.name for layout in layouts for f in layout if f.lifetime is Lifetime.REPLAY and not f.alias}
     assert len({quantity.name for quantity in coverage.quantities}) == len(coverage.quantities)
-    World(system, geometry, buckets, 3, coverage=coverage).rounds(400)
+    World(SYSTEMS[system], geometry, buckets, 3, coverage=coverage).rounds(400)
     never = [key for key in coverage.never_visited() if key[0] != "regime"]
     assert len(never) < 0.05 * len(coverage.visits())
     # Two hundred draws of one among some hundreds are expected to miss a few, but never a whole kind.
@@ -133,8 +133,8 @@ def test_steering_visits_more() -> None:
     geometry = Geometry.resolve("tiny", {"request_rows": 9})
     left = []
     for steered in (True, False):
-        coverage = Coverage("decode", geometry, (4, 2))
-        world = World("decode", geometry, (4, 2), 1, coverage=coverage if steered else None)
+        coverage = Coverage(SYSTEMS["decode"], geometry, (4, 2))
+        world = World(SYSTEMS["decode"], geometry, (4, 2), 1, coverage=coverage if steered else None)
         coverage.expect(world.regimes)
         for _ in range(150):
             round_ = world.step()

@@ -32,8 +32,8 @@ def configuration(system: str, device: str, batch: int) -> Config:
 
 def worlds(system: str, device: str, batch: int, seed: int) -> tuple[Config, World]:
     config = configuration(system, device, batch)
-    coverage = Coverage(system, config.geometry, config.buckets)
-    return config, World(system, config.geometry, config.buckets, seed, coverage=coverage)
+    coverage = Coverage(SYSTEMS[system], config.geometry, config.buckets)
+    return config, World(SYSTEMS[system], config.geometry, config.buckets, seed, coverage=coverage)
 
 
 def emitted(system: str, device: str, batch: int, seed: int, count: int) -> Iterator[Round]:
@@ -43,7 +43,9 @@ def emitted(system: str, device: str, batch: int, seed: int, count: int) -> Iter
     for start in range(0, count, CHUNK_ROUNDS):
         rounds = world.rounds(min(CHUNK_ROUNDS, count - start))
         widest = max(config.buckets)
-        tabulate(system, config.geometry, rounds, generations, widest_bucket=widest, remap_slots=REMAPS_PER_ROUND)
+        tabulate(
+            SYSTEMS[system], config.geometry, rounds, generations, widest_bucket=widest, remap_slots=REMAPS_PER_ROUND
+        )
         yield from rounds
         # What the world says of its pages is what the tables hold, but for moves that the next round makes.
         owed = [row in world._moved for row in range(config.geometry.request_rows)]
@@ -100,4 +102,4 @@ def test_what_does_not_fit_a_table_is_refused_in_words(changes: dict[str, object
     fits = Round(bucket=4, seq_lens=(5, 6), requests=(1, 2), remap=(1, 2, 3, 1, 4))
     rounds = [fits, dataclasses.replace(fits, **changes)]  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=message):
-        tabulate("decode", geometry, rounds, np.zeros(9, np.int64), widest_bucket=4, remap_slots=4)
+        tabulate(SYSTEMS["decode"], geometry, rounds, np.zeros(9, np.int64), widest_bucket=4, remap_slots=4)

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from support import DEVICE
 
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.round import Scenario, parse_case
-from dsa_verify.contract.round_table import pages_before_writes
+from dsa_verify.contract.round import Scenario
+from dsa_verify.rounds.case_file import parse_case
 from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
+from dsa_verify.systems.catalogue import SYSTEMS
 from fuzz.engine.expansion import REGIMES, Lane, RoundSpec, below, bits, expand, expand_columns, regimes, word
 from fuzz.engine.limits import undefined_when_empty
 from fuzz.engine.strategies import spec_at, specs
@@ -65,9 +66,9 @@ def test_the_columns_are_equal_bit_for_bit(
     system: str, preset: str, overrides: dict[str, object], buckets: tuple[int, ...]
 ) -> None:
     geometry = Geometry.resolve(preset, overrides)
-    drawn = [spec_at(11, i, system, geometry, buckets) for i in range(200)]
+    drawn = [spec_at(11, i, SYSTEMS[system], geometry, buckets) for i in range(200)]
     drawn.append(dataclasses.replace(drawn[0], seed=(1 << 63) + 5))  # a seed that int64 does not hold
-    host, device = (expand_columns(drawn, system, geometry, where) for where in (None, DEVICE))
+    host, device = (expand_columns(drawn, SYSTEMS[system], geometry, where) for where in (None, DEVICE))
     assert host.keys() == device.keys()
     for name, column in host.items():
         assert np.array_equal(column, device[name].cpu().numpy()), name
@@ -79,8 +80,8 @@ def test_every_spec_is_within_the_contract(
 ) -> None:
     """The strict reader of cases refuses what is not; an expanded round alone equals it among others."""
     geometry = Geometry.resolve(preset, overrides)
-    drawn = [spec_at(5, i, system, geometry, buckets) for i in range(150)]
-    rounds = [expand(spec, system, geometry) for spec in drawn]
+    drawn = [spec_at(5, i, SYSTEMS[system], geometry, buckets) for i in range(150)]
+    rounds = [expand(spec, SYSTEMS[system], geometry) for spec in drawn]
     scenario = Scenario(system=system, geometry=geometry, buckets=buckets, rounds=tuple(rounds))
     assert parse_case(scenario.to_json()).rounds == scenario.rounds
     for spec, round_ in zip(drawn, rounds, strict=True):
@@ -91,14 +92,16 @@ def test_every_spec_is_within_the_contract(
             assert spec.regime != "one_request"
             assert row in round_.remap
             for each in (row, origin):
-                assert pages <= pages_before_writes(system, geometry, lengths[each]), "what is shared is written"
+                assert pages <= SYSTEMS[system].pages_before_writes(geometry, lengths[each]), (
+                    "what is shared is written"
+                )
         distinct = len(set(round_.requests))
         assert distinct == (spec.raw if spec.regime != "one_request" else spec.raw - max(spec.hot - 1, 0))
-        undefined = spec.raw == spec.bucket and undefined_when_empty(system, geometry, spec.bucket)
+        undefined = spec.raw == spec.bucket and undefined_when_empty(SYSTEMS[system], geometry, spec.bucket)
         assert not undefined or any(round_.seq_lens)
     if max(buckets) > 1:
         assert any(row != origin for round_ in rounds for row, origin, _ in round_.prefixes)
-    columns = expand_columns(drawn, system, geometry)
+    columns = expand_columns(drawn, SYSTEMS[system], geometry)
     assert columns["seq_lens"].shape == (len(drawn), max(spec.bucket for spec in drawn))
 
 
@@ -107,7 +110,7 @@ def test_hot_entries_are_as_many_as_the_spec_says_and_anywhere() -> None:
     places = Counter[int]()
     for seed in range(64):
         spec = RoundSpec(regime="skewed", bucket=8, raw=6, hot=2, seed=seed)
-        lengths = expand(spec, "decode", geometry).seq_lens
+        lengths = expand(spec, SYSTEMS["decode"], geometry).seq_lens
         long = [place for place, length in enumerate(lengths) if length > 100]
         assert len(long) == 2
         assert all(length <= 1 for place, length in enumerate(lengths) if place not in long)
@@ -117,24 +120,24 @@ def test_hot_entries_are_as_many_as_the_spec_says_and_anywhere() -> None:
 
 def test_the_empty_batch_that_has_no_schedule_is_never_drawn() -> None:
     geometry = Geometry.resolve("tiny", {"indexer": True, "request_rows": 40})
-    assert undefined_when_empty("decode", geometry, 32)
+    assert undefined_when_empty(SYSTEMS["decode"], geometry, 32)
     spec = RoundSpec(regime="empty", bucket=32, raw=32, hot=32, seed=0)
-    assert expand(spec, "decode", geometry).seq_lens == (1, *(0,) * 31)
+    assert expand(spec, SYSTEMS["decode"], geometry).seq_lens == (1, *(0,) * 31)
 
 
 def test_ragged_rounds_only_where_they_differ() -> None:
     tiny = Geometry.resolve("tiny", {"draft_tokens": 3})
-    assert set(REGIMES) - set(regimes("decode", tiny)) == {"ragged"}
-    assert set(REGIMES) == set(regimes("draft_extend", tiny))
+    assert set(REGIMES) - set(regimes(SYSTEMS["decode"], tiny)) == {"ragged"}
+    assert set(REGIMES) == set(regimes(SYSTEMS["draft_extend"], tiny))
     spec = RoundSpec(regime="ragged", bucket=4, raw=4, hot=1, seed=3)
-    extend_lens = expand(spec, "draft_extend", tiny).extend_lens
+    extend_lens = expand(spec, SYSTEMS["draft_extend"], tiny).extend_lens
     assert extend_lens is not None
     assert 0 in extend_lens
 
 
 def test_a_counter_draws_sizes_evenly() -> None:
     geometry = Geometry.resolve("tiny", {})
-    raw = Counter(spec_at(0, i, "decode", geometry, (15,)).raw for i in range(1600))
+    raw = Counter(spec_at(0, i, SYSTEMS["decode"], geometry, (15,)).raw for i in range(1600))
     assert set(raw) == set(range(16))
     assert max(raw.values()) < 2 * min(raw.values())
 
@@ -143,10 +146,10 @@ def test_a_counter_draws_sizes_evenly() -> None:
 @given(st.data())
 def test_hypothesis_draws_specs_of_scalars(data: st.DataObject) -> None:
     geometry = Geometry.resolve("tiny", {"draft_tokens": 3})
-    spec = data.draw(specs("draft_extend", geometry, (4, 2)))
+    spec = data.draw(specs(SYSTEMS["draft_extend"], geometry, (4, 2)))
     assert spec.hot <= spec.raw <= spec.bucket
     assert all(isinstance(getattr(spec, field.name), int | str) for field in dataclasses.fields(spec))
-    assert expand(spec, "draft_extend", geometry).bucket in (4, 2)
+    assert expand(spec, SYSTEMS["draft_extend"], geometry).bucket in (4, 2)
 
 
 def test_no_two_streams_are_one() -> None:

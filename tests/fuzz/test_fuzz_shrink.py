@@ -13,9 +13,10 @@ from support import EagerDecode, backend, decode_round, setup_of, small
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.layout import Layout
-from dsa_verify.contract.round import Round, Scenario, parse_case
+from dsa_verify.contract.round import Round, Scenario
 from dsa_verify.contract.subject import Buffers, Inputs
 from dsa_verify.diagnosis.confirm import confirm
+from dsa_verify.rounds.case_file import parse_case
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.subjects import faults
 from dsa_verify.systems.catalogue import SYSTEMS

@@ -10,8 +10,10 @@ from test_fuzz_expansion import configurations
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.round import Round, Scenario, parse_case
-from dsa_verify.contract.round_table import pages_before_writes, token_slots
+from dsa_verify.contract.round import Round, Scenario
+from dsa_verify.contract.round_table import token_slots
+from dsa_verify.rounds.case_file import parse_case
+from dsa_verify.systems.catalogue import SYSTEMS
 from fuzz.engine.boundaries import OTHER_PAGES, Boundary, Kind, boundaries, boundary_lengths, marks
 from fuzz.engine.coverage import Coverage
 from fuzz.engine.steps import ENGINE
@@ -35,7 +37,7 @@ def test_rounds_are_within_the_contract_and_requests_stay_whole(
     system: str, preset: str, overrides: dict[str, object], buckets: tuple[int, ...], outside: bool
 ) -> None:
     geometry = Geometry.resolve(preset, overrides)
-    rounds = checked(World(system, geometry, buckets, 1, outside=outside), 150)
+    rounds = checked(World(SYSTEMS[system], geometry, buckets, 1, outside=outside), 150)
     scenario = Scenario(system=system, geometry=geometry, buckets=buckets, rounds=tuple(rounds))
     assert parse_case(scenario.to_json()).rounds == scenario.rounds
     assert {round_.bucket for round_ in rounds} == set(buckets)
@@ -48,15 +50,17 @@ def test_rounds_are_within_the_contract_and_requests_stay_whole(
 @pytest.mark.parametrize("steered", [False, True])
 def test_the_same_seed_gives_the_same_rounds(steered: bool) -> None:
     def rounds(seed: int) -> list[Round]:
-        coverage = Coverage("draft_extend", POOLED, (4, 2)) if steered else None
-        return World("draft_extend", POOLED, (4, 2), seed, coverage=coverage).rounds(120)
+        coverage = Coverage(SYSTEMS["draft_extend"], POOLED, (4, 2)) if steered else None
+        return World(SYSTEMS["draft_extend"], POOLED, (4, 2), seed, coverage=coverage).rounds(120)
 
     assert rounds(3) == rounds(3)
     assert rounds(3) != rounds(4)
 
 
 def test_every_regime_can_follow_every_other() -> None:
-    for first in (world := World("decode", TINY, (4, 2), 1, coverage=Coverage("decode", TINY, (4, 2)))).regimes:
+    for first in (
+        world := World(SYSTEMS["decode"], TINY, (4, 2), 1, coverage=Coverage(SYSTEMS["decode"], TINY, (4, 2)))
+    ).regimes:
         for second in world.regimes:
             for regime in (first, second):
                 world.play(regime)
@@ -64,7 +68,7 @@ def test_every_regime_can_follow_every_other() -> None:
 
 
 def test_only_a_shared_row_is_named_twice_and_only_for_one_round() -> None:
-    world, seen = World("decode", TINY, (4, 2), 2, outside=False), 0
+    world, seen = World(SYSTEMS["decode"], TINY, (4, 2), 2, outside=False), 0
     for _ in range(100):
         round_ = world.play("shared prefix")
         world.check()
@@ -79,7 +83,7 @@ def test_only_a_shared_row_is_named_twice_and_only_for_one_round() -> None:
 
 
 def test_a_shared_row_lives_as_long_as_its_last_reader() -> None:
-    world = World("decode", TINY, (4,), 0, outside=False, reuse="lifo")
+    world = World(SYSTEMS["decode"], TINY, (4,), 0, outside=False, reuse="lifo")
     world.admit(9)
     row = world.live[0].row
     world.share(0)
@@ -92,7 +96,7 @@ def test_a_shared_row_lives_as_long_as_its_last_reader() -> None:
 
 
 def test_accepted_tokens_are_1_to_n_and_lengths_grow_by_them() -> None:
-    world = World("draft_extend", POOLED, (4,), 5, outside=False)
+    world = World(SYSTEMS["draft_extend"], POOLED, (4,), 5, outside=False)
     world.play("fill")
     seen = set[int]()
     for _ in range(100):
@@ -114,7 +118,7 @@ def pages(world: World, row: int) -> list[int]:
 
 @pytest.mark.parametrize("reuse", REUSES)
 def test_a_preempted_request_returns_on_other_pages(reuse: str) -> None:
-    world = World("decode", TINY, (4, 2), 7, outside=False, reuse=reuse)
+    world = World(SYSTEMS["decode"], TINY, (4, 2), 7, outside=False, reuse=reuse)
     for _ in range(60):
         world.play("steady")
         if not world.live:
@@ -157,13 +161,17 @@ def test_requests_share_first_pages_and_nobody_writes_them(
 ) -> None:
     """Contract 0.1, 4.2, 8.2: of the tables themselves, whatever the world believes."""
     geometry = Geometry.resolve(preset, overrides)
-    world, tables, shared = World(system, geometry, buckets, 4, outside=False, reuse=reuse), Tables(geometry), 0
+    world, tables, shared = (
+        World(SYSTEMS[system], geometry, buckets, 4, outside=False, reuse=reuse),
+        Tables(geometry),
+        0,
+    )
     for round_ in checked(world, 250):
         tables.play(round_)
         lengths = dict(zip(round_.requests, round_.seq_lens, strict=True))
         held = {row: set(tables.pages[row, : -(-length // geometry.allocator_page)]) for row, length in lengths.items()}
         for row, length in lengths.items():
-            own = set(tables.pages[row, pages_before_writes(system, geometry, length) :])
+            own = set(tables.pages[row, SYSTEMS[system].pages_before_writes(geometry, length) :])
             others = set().union(*(pages for other, pages in held.items() if other != row))
             assert not own & others, f"row {row} writes a page that another has"
             shared += bool(held[row] & others)
@@ -171,7 +179,7 @@ def test_requests_share_first_pages_and_nobody_writes_them(
 
 
 def test_a_new_request_can_have_the_first_pages_of_another() -> None:
-    world = World("decode", TINY, (4,), 0, outside=False, reuse="lifo")
+    world = World(SYSTEMS["decode"], TINY, (4,), 0, outside=False, reuse="lifo")
     kinds = set[bool]()
     for _ in range(30):
         world.shrink(0)
@@ -190,7 +198,7 @@ def test_a_new_request_can_have_the_first_pages_of_another() -> None:
 
 
 def test_a_preempted_request_can_return_to_its_first_pages() -> None:
-    world = World("decode", TINY, (4,), 0, outside=False, reuse="lifo")
+    world = World(SYSTEMS["decode"], TINY, (4,), 0, outside=False, reuse="lifo")
     kept = 0
     for _ in range(30):
         world.shrink(0)
@@ -207,7 +215,7 @@ def test_a_preempted_request_can_return_to_its_first_pages() -> None:
 
 
 def test_a_row_that_shares_is_not_given_to_a_shorter_request() -> None:
-    world = World("decode", TINY, (4,), 0, outside=False, reuse="lifo")
+    world = World(SYSTEMS["decode"], TINY, (4,), 0, outside=False, reuse="lifo")
     while not world._borrowed:
         world.shrink(0)
         world.admit(30)
@@ -226,7 +234,7 @@ def test_a_row_that_shares_is_not_given_to_a_shorter_request() -> None:
 
 def test_freed_pages_are_reused_in_the_order_that_was_asked_for() -> None:
     def pages_after_reuse(reuse: str) -> tuple[int, bool]:
-        world = World("decode", TINY, (4,), 0, outside=False, reuse=reuse)
+        world = World(SYSTEMS["decode"], TINY, (4,), 0, outside=False, reuse=reuse)
         world.admit(5)
         world.emit()
         row = world.live[0].row
@@ -241,7 +249,7 @@ def test_freed_pages_are_reused_in_the_order_that_was_asked_for() -> None:
 
 
 def test_a_moved_request_gets_another_row() -> None:
-    world = World("decode", TINY, (4,), 0, outside=False, reuse="lifo")
+    world = World(SYSTEMS["decode"], TINY, (4,), 0, outside=False, reuse="lifo")
     for _ in range(3):
         world.admit(9)
     rows = [request.row for request in world.live]
@@ -253,13 +261,13 @@ def test_a_moved_request_gets_another_row() -> None:
 
 
 def test_a_round_from_outside_does_not_lose_the_moves_of_the_batch() -> None:
-    world = World("decode", TINY, (8,), 0, reuse="lifo")
+    world = World(SYSTEMS["decode"], TINY, (8,), 0, reuse="lifo")
     for _ in range(4):
         world.admit(9)
     for place in range(4):
         world.move_pages(place)
     moved = {request.row for request in world.live}
-    (pages,) = (b for b in boundaries("decode", TINY, (8,)) if b.which == OTHER_PAGES)
+    (pages,) = (b for b in boundaries(SYSTEMS["decode"], TINY, (8,)) if b.which == OTHER_PAGES)
     first, second = world.at(pages), world.emit()
     assert set(first.remap) & set(first.requests)
     assert moved <= {*first.remap, *second.remap}
@@ -267,7 +275,7 @@ def test_a_round_from_outside_does_not_lose_the_moves_of_the_batch() -> None:
 
 
 def test_a_full_pool_preempts_the_last_request() -> None:
-    world = World("decode", TINY, (4,), 0, outside=False)
+    world = World(SYSTEMS["decode"], TINY, (4,), 0, outside=False)
     for _ in range(4):
         world.admit(TINY.context)
     assert len(world.live) < 4
@@ -275,7 +283,7 @@ def test_a_full_pool_preempts_the_last_request() -> None:
 
 
 def test_a_long_run_keeps_a_bounded_number_of_requests() -> None:
-    world = World("decode", TINY, (4,), 0, outside=False)
+    world = World(SYSTEMS["decode"], TINY, (4,), 0, outside=False)
     for _ in range(2 * MOST_WAITING):
         world.admit(TINY.context)
         world.preempt()
@@ -283,7 +291,7 @@ def test_a_long_run_keeps_a_bounded_number_of_requests() -> None:
 
 
 def test_idle_and_wider_buckets() -> None:
-    world = World("decode", TINY, (4, 2), 0, outside=False)
+    world = World(SYSTEMS["decode"], TINY, (4, 2), 0, outside=False)
     world.admit(9)
     idle = world.play("idle")
     assert idle.seq_lens == ()
@@ -313,13 +321,13 @@ def test_every_boundary_is_reached_on_demand(
     system: str, preset: str, overrides: dict[str, object], buckets: tuple[int, ...]
 ) -> None:
     geometry = Geometry.resolve(preset, overrides)
-    world = World(system, geometry, buckets, 3)
-    known = boundaries(system, geometry, buckets)
+    world = World(SYSTEMS[system], geometry, buckets, 3)
+    known = boundaries(SYSTEMS[system], geometry, buckets)
     assert len({boundary.name for boundary in known}) == len({boundary.mark for boundary in known}) == len(known)
     rounds = []
     for boundary in known:
         rounds.append(world.at(boundary))
-        assert boundary.mark in marks(rounds[-1], system, geometry), boundary.name
+        assert boundary.mark in marks(rounds[-1], SYSTEMS[system], geometry), boundary.name
     scenario = Scenario(system=system, geometry=geometry, buckets=buckets, rounds=tuple(rounds))
     assert parse_case(scenario.to_json()).rounds == scenario.rounds
 
@@ -330,13 +338,13 @@ def test_the_lengths_of_contract_10_are_all_there() -> None:
     wanted |= set(range(2047, 2053))
     wanted |= {real.context - 1, real.context, real.context - 4}  # the last: its draft ends with the context
     wanted |= {256 * k + step for k in (1, 2) for step in (-1, 0, 1)}
-    assert wanted <= set(boundary_lengths("target_verify", real))
-    assert min(boundary_lengths("draft_extend", real)) == 4
+    assert wanted <= set(boundary_lengths(SYSTEMS["target_verify"], real))
+    assert min(boundary_lengths(SYSTEMS["draft_extend"], real)) == 4
 
 
 def test_a_boundary_that_cannot_be_reached_is_not_promised() -> None:
     def reached(kind: Kind, system: str, geometry: Geometry, buckets: tuple[int, ...]) -> list[Boundary]:
-        return [boundary for boundary in boundaries(system, geometry, buckets) if boundary.kind is kind]
+        return [boundary for boundary in boundaries(SYSTEMS[system], geometry, buckets) if boundary.kind is kind]
 
     assert not reached(Kind.EMPTY, "draft_extend", POOLED, (4,)), "a write plan needs N tokens"
     assert not reached(Kind.LONG_ROWS, "decode", Geometry.resolve("tiny_pool", {}), (2,)), "no plan for two rows"
@@ -350,12 +358,12 @@ def test_a_boundary_that_cannot_be_reached_is_not_promised() -> None:
 def test_a_context_without_room_is_refused() -> None:
     short = Geometry.resolve("tiny", {"context": 4, "draft_tokens": 4, "topk": 2})
     with pytest.raises(UsageError, match=r"context: 4 leaves no room .* draft_tokens 4; raise it"):
-        World("target_verify", short, (2,))
+        World(SYSTEMS["target_verify"], short, (2,))
 
 
 def test_the_check_sees_what_no_engine_can_be_in() -> None:
     def broken(**changes: object) -> World:
-        world = World("decode", TINY, (4,), 0, outside=False, reuse="lifo")
+        world = World(SYSTEMS["decode"], TINY, (4,), 0, outside=False, reuse="lifo")
         world.admit(9)
         world.admit(9)
         world.live[1] = dataclasses.replace(world.live[1], **changes)  # type: ignore[arg-type]
@@ -372,6 +380,6 @@ def test_the_check_sees_what_no_engine_can_be_in() -> None:
 
 
 def test_engine_regimes_come_first_and_rounds_from_outside_only_when_asked_for() -> None:
-    assert set(World("decode", TINY, (4, 2), outside=False).regimes) == set(ENGINE)
-    assert "shared prefix" not in World("decode", TINY, (1,)).regimes
-    assert "wider bucket" not in World("decode", TINY, (1,)).regimes
+    assert set(World(SYSTEMS["decode"], TINY, (4, 2), outside=False).regimes) == set(ENGINE)
+    assert "shared prefix" not in World(SYSTEMS["decode"], TINY, (1,)).regimes
+    assert "wider bucket" not in World(SYSTEMS["decode"], TINY, (1,)).regimes

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsa_verify.contract.round import read_case
+from dsa_verify.rounds.case_file import read_case
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dsa_verify.contract.round import read_case
+from dsa_verify.rounds.case_file import read_case
 from dsa_verify.run.verify import JOURNAL_ROUNDS
 
 pytestmark = pytest.mark.gpu

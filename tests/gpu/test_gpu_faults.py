@@ -13,9 +13,9 @@ import torch
 
 from dsa_verify.base.errors import STATUS_DEVICE_LOST
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.round import read_case
 from dsa_verify.graphs import open_backend
 from dsa_verify.replay.setup import ReplaySetup
+from dsa_verify.rounds.case_file import read_case
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects import faults

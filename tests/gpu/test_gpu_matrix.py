@@ -13,8 +13,7 @@ from dsa_verify.graphs import open_backend
 from dsa_verify.replay.compilations import count_compilations
 from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.edge_configs import EdgeKind, edges
-from dsa_verify.rounds.indexer_turns import SYSTEMS_WITH_INDEXER
-from dsa_verify.rounds.matrix import diagnostic_matrix, shortest_seq_len
+from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.systems.catalogue import SYSTEMS, settled_geometry
 
@@ -62,7 +61,7 @@ def test_a_reduced_matrix_at_the_size_of_a_model(system: str, preset: str):
     run_matrix(system, preset, rounds=17, batches=[1, 5, 48], drafts=[2, 6])
 
 
-@pytest.mark.parametrize("system", SYSTEMS_WITH_INDEXER)
+@pytest.mark.parametrize("system", [name for name, system in SYSTEMS.items() if system.indexer])
 def test_default_configurations_that_have_the_indexer_or_cross_a_block(system: str):
     """Both architectures, pools, schedules over more than 1,024 rows, batches beyond 128 requests."""
     geometry, fixed = settled_geometry(SYSTEMS[system], None, "cuda")
@@ -106,7 +105,7 @@ def test_the_largest_batch(system: str, preset: str, much_memory: None):
         preset, {"context": 4096, "table_width": 512, "request_rows": batch + 2, "draft_tokens": draft}
     )
     rng = np.random.default_rng(0)
-    shortest = shortest_seq_len(system, geometry)
+    shortest = SYSTEMS[system].shortest_length(geometry)
     rounds = []
     for bucket, poison in ((batch, "loud"), (5, "loud"), (batch, "plausible"), (batch, "stale")):
         raw = bucket - (poison == "stale")

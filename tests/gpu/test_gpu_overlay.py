@@ -18,10 +18,10 @@ import torch
 
 from dsa_verify.base.errors import NothingVerified
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.round import read_case
 from dsa_verify.graphs import open_backend
 from dsa_verify.overlay import Overlay
 from dsa_verify.overlay.ring import CaptureRing
+from dsa_verify.rounds.case_file import read_case
 from dsa_verify.subjects import faults
 from dsa_verify.subjects.pipelines.padded import Padded
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from dsa_verify.base.errors import STATUS_DEVICE_LOST, UsageError
-from dsa_verify.contract.round import read_case
 from dsa_verify.graphs import open_backend
+from dsa_verify.rounds.case_file import read_case
 from dsa_verify.rounds.edge_configs import Edge, EdgeKind, edges, why_not_here
 from dsa_verify.rounds.matrix import Config, diagnostic_matrix
 from dsa_verify.run.runner import Run, Runner, open_run

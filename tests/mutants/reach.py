@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from dsa_verify.contract.system import System
 from dsa_verify.rounds.indexer_turns import INDEXED_PRESETS
 from dsa_verify.systems.catalogue import DEFAULT_SUBJECT, SYSTEMS
-from dsa_verify.systems.system import System
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 # What a run calls of a subject or oracle without naming it in their own text.

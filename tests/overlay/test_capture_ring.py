@@ -19,7 +19,7 @@ from dsa_verify.base.errors import STATUS_MISMATCH, UsageError
 from dsa_verify.cli.main import main
 from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.round import Scenario, parse_case, read_case
+from dsa_verify.contract.round import Scenario
 from dsa_verify.contract.subject import Buffers, Inputs
 from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.overlay import Overlay
@@ -27,6 +27,7 @@ from dsa_verify.overlay.pages import list_pages
 from dsa_verify.overlay.ring import CaptureRing
 from dsa_verify.overlay.ring_case import MAX_CASE_BYTES, Recorded, to_case
 from dsa_verify.replay.setup import ReplaySetup
+from dsa_verify.rounds.case_file import parse_case, read_case
 from dsa_verify.systems.catalogue import SYSTEMS
 from fuzz.reduce.shrink import shrink
 from fuzz.reduce.trials import Signature
@@ -283,7 +284,7 @@ def test_a_request_is_remapped_when_a_page_it_had_is_another(tmp_path: Path) -> 
         round_of(4, [23, 17], [1, 13], [[1], [4, 6, 7, 9]]),  # another first page
         round_of(5, [17, 17], [13, 2], [[4, 6, 7, 9], [4]]),  # two batch rows of one request
     ]
-    scenario = to_case(rounds, "decode", small()).scenario
+    scenario = to_case(rounds, SYSTEMS["decode"], small()).scenario
     assert [round_.requests for round_ in scenario.rounds] == [(1,), (1,), (1,), (1,), (2, 1), (1, 1)]
     assert [round_.remap for round_ in scenario.rounds] == [(), (), (), (1,), (1,), ()]
     assert {round_.poison for round_ in scenario.rounds} == {"stale"}
@@ -291,7 +292,7 @@ def test_a_request_is_remapped_when_a_page_it_had_is_another(tmp_path: Path) -> 
 
 def test_it_reveals_no_page_and_no_request_row(serving: ModuleType, tmp_path: Path) -> None:
     rounds = [round_of(i, [40_001, 52_002], [9, 5], [[70_001, 70_002, 70_003], [80_001, 80_002]]) for i in range(3)]
-    dump = to_case(rounds, "decode", small(), found="stale: page_table_1")
+    dump = to_case(rounds, SYSTEMS["decode"], small(), found="stale: page_table_1")
     assert max(map(int, re.findall(r"\d+", dump.text))) < 100
     assert dump.scenario.geometry.request_rows < 10
 
@@ -303,15 +304,15 @@ def test_it_takes_less_than_100_kilobytes_and_keeps_the_latest(serving: ModuleTy
         round_of(i, requests, [1 + (i + b) % 37 for b in range(256)], [[b] for b in range(256)], bucket=256)
         for i in range(120)
     ]
-    dump = to_case(rounds, "decode", geometry)
+    dump = to_case(rounds, SYSTEMS["decode"], geometry)
     size, held = len(dump.text.encode()), len(dump.scenario.rounds)
     assert size <= MAX_CASE_BYTES == 100_000
     assert size > MAX_CASE_BYTES - 2 * size // held, "one more would have fitted"
     assert (dump.numbers[-1], dump.left_out) == (119, 120 - held)
     assert parse_case(dump.text).rounds[-1].seq_lens == rounds[-1].seq_lens
-    assert len(to_case(rounds, "decode", geometry, limit_bytes=10_000).text) <= 10_000
+    assert len(to_case(rounds, SYSTEMS["decode"], geometry, limit_bytes=10_000).text) <= 10_000
     with pytest.raises(UsageError, match="round 119: 256 requests take more than 900 bytes as a case"):
-        to_case(rounds, "decode", geometry, limit_bytes=900)
+        to_case(rounds, SYSTEMS["decode"], geometry, limit_bytes=900)
 
 
 def test_what_a_case_cannot_say_is_counted(serving: ModuleType) -> None:
@@ -321,7 +322,7 @@ def test_what_a_case_cannot_say_is_counted(serving: ModuleType) -> None:
         round_of(2, [3], [99], [[7]]),
         round_of(3, [-1], [1], [[7]]),
     ]
-    dump = to_case(rounds, "decode", small())
+    dump = to_case(rounds, SYSTEMS["decode"], small())
     assert len(dump.scenario.rounds) == 2
     said = "\n".join(dump.not_representable)
     assert all(line.startswith("not representable: ") for line in dump.not_representable)

@@ -24,7 +24,6 @@ from dsa_verify.buffers.arena import Arena
 from dsa_verify.buffers.tail_reset import BufferRegistry
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.owners import Owner
-from dsa_verify.contract.static_inputs import static_inputs
 from dsa_verify.contract.subject import Inputs
 from dsa_verify.overlay import Overlay
 from dsa_verify.overlay import summary as overlay_summary
@@ -192,7 +191,7 @@ def test_a_page_of_several_requests_is_named_by_all_of_them() -> None:
 def test_a_pad_tail_that_is_not_reset_is_seen(serving: ModuleType, tmp_path: Path, name: str, pad: int) -> None:
     """Both sides are made from the same tail, so that no comparison of outputs can see it (contract 0.2)."""
     hooked = Hooked(serving, tmp_path)
-    specs = static_inputs("padded", hooked.geometry)
+    specs = SYSTEMS["padded"].inputs(hooked.geometry)
     hooked.loop.registry = BufferRegistry(specs, hooked.loop.inputs.tensors(), forget=(name,))
     summary = hooked.run(6, 2).overlay.close()
     (line,) = hooked.lines("input")

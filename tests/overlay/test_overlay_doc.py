@@ -14,7 +14,7 @@ import torch
 from support import backend
 
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.round import read_case
+from dsa_verify.rounds.case_file import read_case
 from dsa_verify.subjects import faults
 
 DOC = Path(__file__).parents[2] / "docs/overlay.md"

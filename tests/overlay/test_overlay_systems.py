@@ -81,7 +81,7 @@ def test_what_is_right_is_equal_and_only_what_is_live_is_compared(
     geometry, bucket = config.geometry, max(config.buckets)
     (table,) = config.chunks()
     input_buffers = InputBuffers(
-        system, geometry, bucket, DEVICE, capacity=ROUNDS, remap_slots=table.remap_rows.shape[1]
+        SYSTEMS[system], geometry, bucket, DEVICE, capacity=ROUNDS, remap_slots=table.remap_rows.shape[1]
     )
     input_buffers.upload(table)
     layout, (inputs, for_oracle) = SYSTEMS[system].layout(geometry, bucket), input_buffers.inputs(bucket)
@@ -261,7 +261,7 @@ def legal_inputs(layout: Layout, raw: torch.Tensor) -> tuple[LegalInputs, Taken]
     taken = Taken(
         values={
             spec.name: torch.zeros(spec.shape(layout.bucket), dtype=TORCH_DTYPES[spec.dtype], device=DEVICE)
-            for spec in input_specs(layout.system, layout.geometry)
+            for spec in input_specs(SYSTEMS[layout.system], layout.geometry)
         },
         rows=torch.zeros((layout.bucket, token_columns(layout.geometry)), dtype=torch.int32, device=DEVICE),
         full_to_swa=torch.zeros(50, dtype=torch.int32, device=DEVICE) if layout.system == "padded" else None,
@@ -276,7 +276,7 @@ def test_no_garbage_can_make_the_oracle_fail(
     """On a device an index out of bounds would end the server. Here it would raise, and so could not have run."""
     geometry = Geometry.resolve(preset, overrides)
     layout, generator = SYSTEMS[system].layout(geometry, 5), torch.Generator().manual_seed(0)
-    specs = input_specs(system, geometry)
+    specs = input_specs(SYSTEMS[system], geometry)
     inputs = {spec.name: torch.zeros(spec.shape(5), dtype=torch.int64, device=DEVICE) for spec in specs}
     inputs["req_to_token"] = torch.zeros((7, token_columns(geometry)), dtype=torch.int32, device=DEVICE)
     inputs["full_to_swa"] = torch.zeros(50, dtype=torch.int32, device=DEVICE)

@@ -12,7 +12,6 @@ from dsa_verify.contract.round_table import token_slots
 from dsa_verify.contract.schedule_variants import VARIANTS
 from dsa_verify.contract.subject import Inputs
 from dsa_verify.contract.topk_plan import PLAN_RULES
-from dsa_verify.rounds.matrix import shortest_seq_len
 from dsa_verify.systems.catalogue import SYSTEMS
 from dsa_verify.systems.indexer import WRITE_PLAN
 from oracles import kpool_referee, referee, schedule_referee
@@ -50,7 +49,7 @@ def test_the_form_for_architecture_100(system: str) -> None:
 
 def check(system: str, geometry: Geometry, rng: np.random.Generator) -> None:
     n = geometry.draft_tokens
-    shortest = max(shortest_seq_len(system, geometry), 1)
+    shortest = max(SYSTEMS[system].shortest_length(geometry), 1)
     seq_lens = np.exp(rng.random(BUCKET) * np.log(geometry.context)).astype(np.int64).clip(shortest, geometry.context)
     requests = rng.integers(1, geometry.request_rows, BUCKET)
     accepts = rng.integers(1, n + 1, BUCKET)

@@ -15,16 +15,14 @@ from dsa_verify.contract.geometry import INDEX_DTYPES, INPUT_VIEWS, Geometry, ch
 from dsa_verify.contract.kpool import (
     Mode,
     candidates,
-    check_lengths,
-    live_candidates,
     pooled_pages,
-    rows_per_request,
-    shortest_length,
 )
+from dsa_verify.contract.live import closed_pools
 from dsa_verify.contract.round_table import token_slots
 from dsa_verify.contract.subject import Inputs
 from dsa_verify.replay.compilations import count_compilations
 from dsa_verify.subjects.pipelines.kpool import update_pooled_views, update_write_plan
+from dsa_verify.systems.catalogue import SYSTEMS
 from oracles.extend_plan import DevicePlanner, HostPlanner
 from oracles.kpool import WritePlan, write_pooled_lengths, write_pooled_table
 from oracles.kpool_referee import (
@@ -52,13 +50,13 @@ class Outputs:
     """The fields of one mode, each between two guards of poison."""
 
     def __init__(self, mode: Mode, geometry: Geometry, batch: int, *, rows_of_table: int):
-        n, int64 = rows_per_request(mode, geometry), torch.int64
+        n, int64 = SYSTEMS[mode].token_rows(geometry), torch.int64
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "pooled_real_page_table": ((rows_of_table, pooled_pages(geometry)), torch.int32),
             "req": ((batch,), int64),
             "write_start": ((batch,), torch.int32),
             "tail_logical_start": ((batch,), torch.int32),
-            "write_loc": ((batch, candidates(mode, geometry)), int64),
+            "write_loc": ((batch, candidates(n, geometry)), int64),
         }
         if mode == "decode":
             shapes["pooled_cache_seqlens_int32"] = ((batch,), torch.int32)
@@ -99,7 +97,7 @@ class Bench:
     def __init__(self, mode: Mode, geometry: Geometry, batch: int):
         check_pool_geometry(geometry)
         self.mode, self.geometry, self.batch = mode, geometry, batch
-        self.n = rows_per_request(mode, geometry)
+        self.n = SYSTEMS[mode].token_rows(geometry)
         rows = np.arange(geometry.request_rows)
         self.slots = token_slots(geometry, rows, rows % 3)
         dtype = DTYPES[geometry.index_dtype]
@@ -174,13 +172,22 @@ class Bench:
     def check_rules(self, batch: Batch, want: Expected) -> None:
         """The counts that a harness derives are the referee's live masks."""
         lens, accepted = np.array(batch.seq_lens), np.array(batch.accept_lens)
-        count = live_candidates(self.mode, self.geometry, lens, accepted)
-        live = np.arange(candidates(self.mode, self.geometry)) < count[:, None]
+        count = closed_pools(SYSTEMS[self.mode], self.geometry, lens, accepted)
+        live = np.arange(candidates(self.n, self.geometry)) < count[:, None]
         assert np.array_equal(live, want["write_loc"][1]), batch
 
 
 def geometry_of(pool: int, n: int, **rest: object) -> Geometry:
-    base = {"pool_size": pool, "page_size": max(4, pool), "topk": 32, "draft_tokens": n, "request_rows": 7}
+    base = {
+        "pool_size": pool,
+        "page_size": max(4, pool),
+        "topk": 32,
+        "draft_tokens": n,
+        "request_rows": 7,
+        "indexer": True,
+        "multiprocessors": 5,
+        "schedule": "tiny",
+    }
     return Geometry.resolve("tiny", {**base, **rest})
 
 
@@ -209,9 +216,9 @@ def random_batch(random: np.random.Generator, mode: Mode, geometry: Geometry, co
     anywhere = random.integers(0, geometry.context + 1, count)
     lengths = np.where(random.integers(2, size=count) == 0, near, anywhere)
     return Batch(
-        seq_lens=np.clip(lengths, shortest_length(mode, geometry), geometry.context).tolist(),
+        seq_lens=np.clip(lengths, SYSTEMS[mode].plan_start(geometry), geometry.context).tolist(),
         requests=random.integers(0, geometry.request_rows, count).tolist(),
-        accept_lens=random.integers(1, rows_per_request(mode, geometry) + 1, count).tolist(),
+        accept_lens=random.integers(1, SYSTEMS[mode].token_rows(geometry) + 1, count).tolist(),
     )
 
 
@@ -221,7 +228,7 @@ def test_oracle_agrees_with_the_referee_at_every_write_start(mode: Mode, pool: i
     """Each start over more than two pooled pages, for each N: every ws mod kp, and each crossing of a pooled page."""
     for n in range(1, 2 if mode == "decode" else 9):
         geometry = geometry_of(pool, n, page_size=max(8, pool), context=2 * max(8, pool) * pool + 2 * pool)
-        lengths = list(range(shortest_length(mode, geometry), geometry.context + 1))
+        lengths = list(range(SYSTEMS[mode].plan_start(geometry), geometry.context + 1))
         count = len(lengths)
         bench = Bench(mode, geometry, count)
         for accept in {1, (n + 1) // 2, n} if mode == "draft_extend" else {n}:
@@ -252,14 +259,14 @@ def test_oracle_agrees_with_the_referee_on_random_batches(mode: Mode):
 def test_a_live_candidate_is_where_the_first_token_of_its_pool_says(mode: Mode):
     """A law without a formula: pooled slots are token slots divided by the pool size (contract 0.1)."""
     geometry = geometry_of(4, 1 if mode == "decode" else 6, context=190)
-    lengths = list(range(shortest_length(mode, geometry), 191 - geometry.draft_tokens))
+    lengths = list(range(SYSTEMS[mode].plan_start(geometry), 191 - geometry.draft_tokens))
     bench = Bench(mode, geometry, len(lengths))
     batch = Batch(lengths, [1 + b % 6 for b in range(len(lengths))], [geometry.draft_tokens] * len(lengths))
     bench.feed(batch)
     bench.run_oracle()
     locations, checked = bench.oracle_out.fields["write_loc"].cpu().numpy(), 0
     for b, p in np.argwhere(bench.expected(batch)["write_loc"][1]):
-        pool = lengths[b] - shortest_length(mode, geometry)
+        pool = lengths[b] - SYSTEMS[mode].plan_start(geometry)
         first_token = (pool // 4 + p) * 4
         assert locations[b, p] == bench.slots[batch.requests[b], first_token] // 4
         checked += 1
@@ -287,7 +294,7 @@ def test_pipeline_agrees_with_the_referee_at_every_write_start(mode: Mode, pool:
     """Far more requests than one program takes."""
     for n in (1,) if mode == "decode" else (1, 2, 5, 8):
         geometry = geometry_of(pool, n, page_size=max(8, pool), context=max(8, pool) * pool + 2 * pool + 8)
-        lengths = list(range(shortest_length(mode, geometry), geometry.context + 1))
+        lengths = list(range(SYSTEMS[mode].plan_start(geometry), geometry.context + 1))
         bench = Bench(mode, geometry, len(lengths))
         accept = [1 + b % n for b in range(len(lengths))]
         batch = Batch(lengths, [1 + b % 6 for b in range(len(lengths))], accept)
@@ -398,11 +405,11 @@ def test_the_worked_example():
 @pytest.mark.parametrize("mode", MODES)
 def test_a_write_start_below_zero_is_refused(mode: Mode):
     geometry = geometry_of(4, 1 if mode == "decode" else 3)
-    low = shortest_length(mode, geometry)
-    check_lengths(mode, geometry, [low, low + 1])
+    low = SYSTEMS[mode].plan_start(geometry)
+    SYSTEMS[mode].check_lengths(geometry, [low, low + 1])
     if low:
         with pytest.raises(UsageError, match=rf"round 4: seq_lens\[1\]: {low - 1} is below {low}.*use {low} or more"):
-            check_lengths(mode, geometry, [low, low - 1], where="round 4: ")
+            SYSTEMS[mode].check_lengths(geometry, [low, low - 1], where="round 4: ")
     with pytest.raises(ValueError, match="starts its"):
         expected_write_plan(mode, geometry, [low - 1], [1], np.zeros((2, 300), np.int64), [1])
 

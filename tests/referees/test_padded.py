@@ -15,7 +15,7 @@ from dsa_verify.buffers.arena import GUARD_WORD, TORCH_DTYPES, Arena
 from dsa_verify.buffers.region import LOUD_WORD
 from dsa_verify.contract.geometry import PADDED_MODES, Geometry
 from dsa_verify.contract.round import one_floor_each
-from dsa_verify.contract.round_table import rows_per_request, token_slots
+from dsa_verify.contract.round_table import token_slots
 from dsa_verify.contract.subject import Buffers, Inputs, Subject
 from dsa_verify.graphs import open_backend
 from dsa_verify.replay.compilations import count_compilations
@@ -54,7 +54,7 @@ class Bench:
 
     def __init__(self, subject: Subject, geometry: Geometry, bucket: int):
         self.subject, self.geometry, self.bucket = subject, geometry, bucket
-        self.per_request = rows_per_request("padded", geometry)
+        self.per_request = SYSTEMS["padded"].token_rows(geometry)
         rows = np.arange(geometry.request_rows)
         self.slots = token_slots(geometry, rows, rows % 3)
         rng = np.random.default_rng(7)
@@ -378,9 +378,9 @@ def test_floors_lie_below_in_and_above_the_window(source: str) -> None:
         rounds = [round_ for table in first.chunks() for round_ in table.rounds()]
         rounds = rounds[:30] if source == "matrix" else rounds[40:]
     elif source == "world":
-        rounds = World("padded", geometry, (6, 2), 1).rounds(150)
+        rounds = World(SYSTEMS["padded"], geometry, (6, 2), 1).rounds(150)
     else:
-        rounds = [expand(spec_at(2, i, "padded", geometry, (6, 2)), "padded", geometry) for i in range(150)]
+        rounds = [expand(spec_at(2, i, SYSTEMS["padded"], geometry, (6, 2)), "padded", geometry) for i in range(150)]
     seen = set()
     for round_ in rounds:
         assert round_.replay_floors is not None

@@ -13,9 +13,9 @@ from support import EagerDecode, decode_round, setup_of
 
 from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.round import read_case
 from dsa_verify.contract.subject import Buffers, Inputs
 from dsa_verify.replay import compilations
+from dsa_verify.rounds.case_file import read_case
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.systems.engines import engine_subjects
 from dsa_verify.waivers.waivers import NO_WAIVERS, Ledger, choose_ledger

@@ -24,7 +24,7 @@ import pytest
 
 from dsa_verify.base.device import settle_device
 from dsa_verify.cli import main as cli
-from dsa_verify.contract.round import read_case
+from dsa_verify.rounds.case_file import read_case
 from dsa_verify.run.verify import JOURNAL_ROUNDS
 
 ROOT = Path(__file__).parents[2]

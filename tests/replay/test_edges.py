@@ -20,17 +20,18 @@ from dsa_verify.buffers.region import LOUD_WORD
 from dsa_verify.cli import main as cli
 from dsa_verify.contract.finding import Diagnosis
 from dsa_verify.contract.geometry import TABLE_GAP, Geometry
-from dsa_verify.contract.round import read_case
 from dsa_verify.contract.round_table import token_slots
 from dsa_verify.contract.static_inputs import KV_WORDS
 from dsa_verify.diagnosis import diagnose as diagnose_module
 from dsa_verify.rounds import edge_configs as edges_module
+from dsa_verify.rounds.case_file import read_case
 from dsa_verify.rounds.edge_configs import Edge, EdgeKind, edges, why_not_here
-from dsa_verify.rounds.matrix import EMPTY_SYSTEMS, Config, undefined_when_empty
+from dsa_verify.rounds.matrix import Config, undefined_when_empty
 from dsa_verify.run.runner import Run, Runner, open_run
 from dsa_verify.subjects.pipelines.dcp import Dcp, Place
 from dsa_verify.systems.catalogue import SYSTEMS, get_system
 
+EMPTY_SYSTEMS = [name for name, system in SYSTEMS.items() if system.empty_rows]
 CPU = torch.device("cpu")
 COPIED = ("decode", "target_verify", "draft_extend", "mtp")  # whose page tables a copy may meet with gaps
 WITH_TABLES = (*COPIED, "ragged_verify")
@@ -319,8 +320,8 @@ def test_a_batch_that_is_empty_throughout_is_said_of_a_lost_device(tmp_path: Pat
 def test_a_verify_step_of_empty_requests_is_none_of_these() -> None:
     """Its rows count the draft, so that none has length 0."""
     geometry = small(indexer=True, topk=64, draft_tokens=4)
-    assert undefined_when_empty("draft_extend", geometry, 32)
-    assert not undefined_when_empty("target_verify", geometry, 32)
+    assert undefined_when_empty(SYSTEMS["draft_extend"], geometry, 32)
+    assert not undefined_when_empty(SYSTEMS["target_verify"], geometry, 32)
 
 
 def test_nothing_is_said_of_it_where_something_else_took_the_device_down() -> None:

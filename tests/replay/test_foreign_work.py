@@ -11,8 +11,9 @@ from support import DEVICE, EagerDecode, backend, decode_round, setup_of, small
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.round import Round, parse_case, read_case
+from dsa_verify.contract.round import Round
 from dsa_verify.contract.subject import Buffers, Inputs
+from dsa_verify.rounds.case_file import parse_case, read_case
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.runner import Runner, open_run
 from dsa_verify.run.verify import Counts, verify_rounds

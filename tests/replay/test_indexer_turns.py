@@ -11,14 +11,16 @@ from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.schedule_variants import VARIANTS, Unit
 from dsa_verify.contract.subject import SubjectFactory
 from dsa_verify.replay.setup import ReplaySetup
-from dsa_verify.rounds.indexer_turns import INDEXED_PRESETS, SYSTEMS_WITH_INDEXER
-from dsa_verify.rounds.matrix import EMPTY_SYSTEMS, Config, diagnostic_matrix, undefined_when_empty
+from dsa_verify.rounds.indexer_turns import INDEXED_PRESETS
+from dsa_verify.rounds.matrix import Config, diagnostic_matrix, undefined_when_empty
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.pipelines import topk_plan
 from dsa_verify.subjects.pipelines.basic import Decode, TargetVerify
 from dsa_verify.systems.catalogue import SYSTEMS, settled_geometry
 from fuzz.engine.boundaries import Kind, boundaries
 
+SYSTEMS_WITH_INDEXER = [name for name, system in SYSTEMS.items() if system.indexer]
+EMPTY_SYSTEMS = [name for name, system in SYSTEMS.items() if system.empty_rows]
 indexed_systems = pytest.mark.parametrize("name", SYSTEMS_WITH_INDEXER)
 
 
@@ -231,9 +233,9 @@ def test_a_wrong_row_is_said_to_be_of_a_pair():
 def test_of_pairs_no_batch_may_be_all_empty():
     """The shipped builder names the last request then, whatever the number of rows."""
     geometry = Geometry.resolve("tiny_indexer", {"schedule": "V4c"})
-    assert undefined_when_empty("decode", geometry, 3)
-    assert not undefined_when_empty("decode", geometry.replace(schedule="V4b"), 3)
-    assert undefined_when_empty("decode", geometry.replace(schedule="V4b"), 32)
+    assert undefined_when_empty(SYSTEMS["decode"], geometry, 3)
+    assert not undefined_when_empty(SYSTEMS["decode"], geometry.replace(schedule="V4b"), 3)
+    assert undefined_when_empty(SYSTEMS["decode"], geometry.replace(schedule="V4b"), 32)
     with pytest.raises(UsageError, match="multiprocessors: 1 makes no pair"):
         geometry.replace(multiprocessors=1)
 
@@ -241,6 +243,6 @@ def test_of_pairs_no_batch_may_be_all_empty():
 @pytest.mark.parametrize("draft, slots", [(3, 5), (4, 2)])
 def test_the_fuzzer_counts_pairs(draft: int, slots: int):
     geometry = Geometry.resolve("tiny_indexer", {**PAIRS, "draft_tokens": draft})
-    totals = {b.value for b in boundaries("target_verify", geometry, (4,)) if b.kind is Kind.TILES}
+    totals = {b.value for b in boundaries(SYSTEMS["target_verify"], geometry, (4,)) if b.kind is Kind.TILES}
     # Each of four requests has one tile at the least and four at the most.
     assert totals == {value for k in (1, 2) for step in (-1, 0, 1) if 4 <= (value := k * slots + step) <= 16}

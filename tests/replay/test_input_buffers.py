@@ -17,8 +17,6 @@ from dsa_verify.contract.round import POISONS, Round
 from dsa_verify.contract.round_table import (
     PAD_REQUEST,
     RoundTable,
-    rows_per_request,
-    seq_len_fill,
     tabulate,
     token_slots,
 )
@@ -34,12 +32,12 @@ WIDEST = 6
 def make_input_buffers(
     system: str, geometry: Geometry, capacity: int = 32, remap_slots: int = REMAPS_PER_ROUND
 ) -> InputBuffers:
-    return InputBuffers(system, geometry, WIDEST, DEVICE, capacity=capacity, remap_slots=remap_slots)
+    return InputBuffers(SYSTEMS[system], geometry, WIDEST, DEVICE, capacity=capacity, remap_slots=remap_slots)
 
 
 def table_of(system: str, geometry: Geometry, *rounds: Round, remap_slots: int = REMAPS_PER_ROUND) -> RoundTable:
     generations = np.zeros(geometry.request_rows, np.int64)
-    return tabulate(system, geometry, rounds, generations, widest_bucket=WIDEST, remap_slots=remap_slots)
+    return tabulate(SYSTEMS[system], geometry, rounds, generations, widest_bucket=WIDEST, remap_slots=remap_slots)
 
 
 class Model:
@@ -47,7 +45,7 @@ class Model:
 
     def __init__(self, system: str, geometry: Geometry):
         self.geometry, self.extends = geometry, system == "draft_extend"
-        self.seq_lens = np.full(WIDEST, seq_len_fill(system, geometry))
+        self.seq_lens = np.full(WIDEST, SYSTEMS[system].pad_length(geometry))
         self.requests = np.full(WIDEST, PAD_REQUEST)
         self.extend_lens = np.full(WIDEST, geometry.draft_tokens)
         rows = np.arange(geometry.request_rows)
@@ -268,7 +266,7 @@ def test_the_location_of_no_token_is_0(mode: str):
     input_buffers = make_input_buffers(system, small(**changes))
     input_buffers.upload(table_of(system, small(**changes), Round(bucket=3, seq_lens=(0, 9), requests=(1, 2))))
     input_buffers.step(3)
-    each = rows_per_request(system, small(**changes))
+    each = SYSTEMS[system].token_rows(small(**changes))
     for inputs in input_buffers.inputs(3):
         assert inputs.out_cache_loc is not None
         rows = inputs.out_cache_loc.view(3, each)

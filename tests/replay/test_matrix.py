@@ -14,11 +14,13 @@ from support import backend
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import INDEX_DTYPES, INPUT_VIEWS, PADDED_MODES, WARM_UPS, Geometry
-from dsa_verify.contract.round import POISONS, Round, parse_case
-from dsa_verify.contract.round_table import RoundTable, pages_before_writes, tabulate
+from dsa_verify.contract.round import POISONS, Round
+from dsa_verify.contract.round_table import RoundTable, tabulate
 from dsa_verify.contract.subject import Buffers, Inputs
+from dsa_verify.contract.system import System
 from dsa_verify.contract.topk_plan import PLAN_RULES
 from dsa_verify.replay.setup import ReplaySetup
+from dsa_verify.rounds.case_file import parse_case
 from dsa_verify.rounds.edge_configs import edges
 from dsa_verify.rounds.matrix import (
     CHUNK_ROUNDS,
@@ -26,16 +28,14 @@ from dsa_verify.rounds.matrix import (
     SCRIPTED_ROUNDS,
     Config,
     boundaries,
-    companion,
     diagnostic_matrix,
     is_undefined,
-    shortest_seq_len,
 )
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.pipelines.basic import Decode, DraftExtend
 from dsa_verify.systems.catalogue import OF_OTHERS, SYSTEMS, settled_geometry
 from dsa_verify.systems.engines import EngineSubject, engine_subjects
-from dsa_verify.systems.system import System
+from dsa_verify.systems.shapes import companion
 
 # `padded` has a matrix of its own shape, see below.
 ALIKE = {name: system for name, system in SYSTEMS.items() if name != "padded"}
@@ -201,7 +201,7 @@ def test_lengths_lie_on_and_beside_the_boundaries(system: System, preset: str):
     seen = {length for config in matrix(system, preset) for r in rounds_of(config) for length in r.seq_lens}
     for centre in (geometry.page_size, geometry.topk):
         assert {centre - 1, centre, centre + 1} <= seen
-    shortest = min(shortest_seq_len(system.name, config.geometry) for config in matrix(system, preset))
+    shortest = min(system.shortest_length(config.geometry) for config in matrix(system, preset))
     assert {shortest, max(shortest, 1), geometry.context} <= seen
 
 
@@ -231,7 +231,7 @@ def test_the_script_of_every_configuration(system: System):
             for length in (
                 n for n, each in zip(round_.seq_lens, round_.requests, strict=True) if each in (row, origin)
             ):
-                assert pages <= pages_before_writes(system.name, config.geometry, length), "what is shared is written"
+                assert pages <= system.pages_before_writes(config.geometry, length), "what is shared is written"
         if main >= 4:
             assert any({row, origin} <= set(r.requests) and row != origin for (row, origin, _), r in taken)
             self_pairs = [len(set(r.requests)) < r.raw_batch for r in rounds]
@@ -268,7 +268,7 @@ def test_long_runs_ask_for_no_undefined_schedule():
     config = diagnostic_matrix(SYSTEMS["draft_extend"], geometry, batches=[2], drafts=[16], rounds=400)[0]
     rounds = rounds_of(config)
     assert any(r.seq_lens[:1] == (0,) for r in rounds)
-    assert not any(is_undefined("draft_extend", config.geometry, r) for r in rounds)
+    assert not any(is_undefined(SYSTEMS["draft_extend"], config.geometry, r) for r in rounds)
 
 
 class NamesTheEmpty(Decode):
@@ -355,7 +355,7 @@ def test_random_tables_are_what_their_rounds_tabulate_to(system: System, seed: i
     chunks = list(config.chunks())
     rounds = [round_ for table in chunks for round_ in table.rounds()]
     again = tabulate(
-        system.name,
+        system,
         config.geometry,
         rounds,
         np.zeros(config.geometry.request_rows, np.int64),
@@ -434,7 +434,7 @@ def test_scripted_rounds_reach_all_boundaries(system: System, preset: str):
     for config in matrix(system, preset, fixed=frozenset({"indexer"})):
         width = config.geometry.table_width
         around = boundaries(config.geometry).tolist() if not width else (width - 1, width, width + 1)
-        wanted[width > 0] |= {length for length in around if length >= shortest_seq_len(system.name, config.geometry)}
+        wanted[width > 0] |= {length for length in around if length >= system.shortest_length(config.geometry)}
         seen[width > 0] |= {length for r in rounds_of(config) for length in r.seq_lens}
     assert wanted[False] <= seen[False] | seen[True]
     assert wanted[True] <= seen[True]

@@ -13,7 +13,7 @@ from dsa_verify.buffers.tail_reset import BufferRegistry
 from dsa_verify.contract.finding import Diagnosis
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round
-from dsa_verify.contract.static_inputs import StaticInput, static_inputs
+from dsa_verify.contract.static_inputs import StaticInput
 from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.verify import Counts, verify_rounds
@@ -109,7 +109,7 @@ def test_every_input_of_every_system_is_missed_when_its_tail_is_not_reset(system
     base = known.preset("cpu")
     (config, *_) = diagnostic_matrix(known, small() if base == "tiny" else small_of(base), batches=[4], drafts=[2])
     geometry = config.geometry
-    for spec in static_inputs(system, geometry):
+    for spec in SYSTEMS[system].inputs(geometry):
         setup = ReplaySetup.make(known, geometry, (4,), 0, None, f"tail_not_reset:{spec.name}", backend())
         rounds = ROUNDS if system != "ragged_verify" else with_verify_lens(ROUNDS)
         findings = verify_rounds(setup, [setup.table(rounds)], Counts(), folder=None)

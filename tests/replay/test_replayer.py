@@ -664,7 +664,9 @@ class WritesAt(EagerDecode):
 
 STRIDED = small(input_view="strided")
 WIDTH, ROWS = STRIDED.token_columns, STRIDED.request_rows
-PITCH = InputBuffers("decode", STRIDED, 4, DEVICE, capacity=1, remap_slots=0).inputs(4)[0].req_to_token.stride(0)
+PITCH = (
+    InputBuffers(SYSTEMS["decode"], STRIDED, 4, DEVICE, capacity=1, remap_slots=0).inputs(4)[0].req_to_token.stride(0)
+)
 
 
 @pytest.mark.parametrize(

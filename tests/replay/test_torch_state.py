@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dsa_verify.base.torch_state import TorchState
 from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.round import Round, read_case
+from dsa_verify.contract.round import Round
 from dsa_verify.contract.subject import Buffers, Inputs
+from dsa_verify.rounds.case_file import read_case
 from dsa_verify.run.verify import Counts, verify_rounds
 
 ROUNDS = [decode_round(bucket, 5 + i) for i in range(6) for bucket in (4, 2)]

@@ -19,8 +19,8 @@ from support import DEVICE, EagerDecode, decode_round, setup_of
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.base.small_file import MAX_CASE_BYTES
-from dsa_verify.contract.round import read_case
 from dsa_verify.contract.subject import check_factory, make_subject
+from dsa_verify.rounds.case_file import read_case
 from dsa_verify.systems import trust
 from dsa_verify.systems.catalogue import SYSTEMS, get_system, subject_factory
 from dsa_verify.systems.trust import check_trust, needs_trust

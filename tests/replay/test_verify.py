@@ -15,10 +15,11 @@ from support import DEVICE, EagerDecode, backend, decode_round, setup_of, small
 from dsa_verify.base import atomic_write as whole_files
 from dsa_verify.base.errors import DeviceLost, HarnessError
 from dsa_verify.contract.finding import Diagnosis, Finding
-from dsa_verify.contract.round import Round, read_case
+from dsa_verify.contract.round import Round
 from dsa_verify.contract.round_table import RoundTable
 from dsa_verify.contract.subject import Buffers, Inputs
 from dsa_verify.replay.setup import ReplaySetup
+from dsa_verify.rounds.case_file import read_case
 from dsa_verify.rounds.matrix import Config, diagnostic_matrix
 from dsa_verify.run import verify as verify_module
 from dsa_verify.run.runner import Run, Runner, open_run

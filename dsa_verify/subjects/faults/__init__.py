@@ -14,10 +14,10 @@ from typing import Final
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.finding import Diagnosis
 from dsa_verify.contract.layout import Layout, Lifetime
-from dsa_verify.contract.static_inputs import static_inputs
 from dsa_verify.contract.subject import Subject, SubjectFactory, make_subject
 from dsa_verify.subjects.faults import conduct, dcp, inputs, outputs
 from dsa_verify.subjects.faults.wrapper import Wrapper
+from dsa_verify.systems.catalogue import get_system
 
 _ALL: Final = ("decode", "target_verify", "draft_extend")
 _DRAFTS: Final = ("target_verify", "draft_extend")
@@ -335,7 +335,7 @@ def check_field(reference: str, layouts: Sequence[Layout]) -> None:
     """UsageError unless a fault `NAME:FIELD` finds its field in one of `layouts`, written by replays, or its input."""
     fault, field = get_fault(reference)
     if fault.of_input:
-        names = [spec.name for spec in static_inputs(layouts[0].system, layouts[0].geometry)]
+        names = [spec.name for spec in get_system(layouts[0].system).inputs(layouts[0].geometry)]
         if field not in names:
             raise UsageError(f"fault input {field!r} is not in {layouts[0].system}; its inputs: {', '.join(names)}")
         return

@@ -13,7 +13,7 @@ import torch
 import triton
 
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.kpool import Mode, candidates, pooled_pages, rows_per_request
+from dsa_verify.contract.kpool import Mode, candidates, pooled_pages
 from dsa_verify.contract.subject import Inputs
 from dsa_verify.subjects.pipelines.kpool_kernel import DECODE, EXTEND, VERIFY, pooled_views_kernel, write_plan_kernel
 
@@ -40,8 +40,10 @@ def update_write_plan(
     `seqlens_per_q` and `pool_seqlens_per_q` int32 [bs * N]; in draft-extend `effective_n_per_batch` int32 [bs].
     `real_page_table`: int32 [bs * n, pages]. `accept_lens`: integer [bs], needed in draft-extend, unused elsewhere.
     """
-    batch, tokens, columns = inputs.seq_lens.shape[0], rows_per_request(mode, geometry), candidates(mode, geometry)
-    assert mode != "draft_extend" or accept_lens is not None, "draft_extend has accept_lens (contract 4.2)"
+    batch = inputs.seq_lens.shape[0]
+    tokens = real_page_table.shape[0] // batch
+    columns = candidates(tokens, geometry)
+    assert "effective_n_per_batch" not in out or accept_lens is not None, "draft_extend has accept_lens (contract 4.2)"
     accepted = inputs.seq_lens if accept_lens is None else accept_lens
     unused = out["write_start"]
     lanes = REQUEST_LANES if unused.is_cuda else min(INTERPRETED_LANES, triton.next_power_of_2(batch))
@@ -83,7 +85,8 @@ def update_pooled_views(
 ) -> None:
     """`pooled_real_page_table` int32 [bs * n, pooled pages] up to each live length, and in decode
     `pooled_cache_seqlens_int32` int32 [bs], into `out` (contract 4.1). Draft-extend has N rows per request here."""
-    batch, tokens, columns = inputs.seq_lens.shape[0], rows_per_request(mode, geometry), pooled_pages(geometry)
+    batch, columns = inputs.seq_lens.shape[0], pooled_pages(geometry)
+    tokens = real_page_table.shape[0] // batch
     table = out["pooled_real_page_table"]
     group = 1 if table.is_cuda else min(INTERPRETED_GROUP, triton.next_power_of_2(batch))
     pooled_views_kernel[(triton.cdiv(batch, group),)](

@@ -25,6 +25,7 @@ from dsa_verify.systems.mtp import destination_buffers, destinations
 SUMS: Final = ("cu_seqlens_k", "dsa_cu_seqlens_k")
 FUSED: Final = 3  # destinations of one launch, where so many are left
 # What a sibling copy moves after the base copy, in this order, where the layout has it (contract 2.4).
+COPIED_MODE: Final = "decode"  # the only one that is copied from one backend to another (contract 2.4)
 OPTIONAL: Final = (
     "paged_mqa_schedule_metadata",
     "topk_v2_plan",
@@ -116,8 +117,8 @@ def sibling_refusal(source: Destination, destination: Destination) -> str | None
     if source is destination:
         return "source and destination are the same backend"
     for each in (source, destination):
-        if each.mode != "decode":
-            return f"mode {each.mode} is not decode"
+        if each.mode != COPIED_MODE:
+            return f"mode {each.mode} is not {COPIED_MODE}"
     if source.buffers.layout.bucket != destination.buffers.layout.bucket:
         return f"bucket {source.buffers.layout.bucket} is not {destination.buffers.layout.bucket}"
     if not source.fresh:

@@ -10,9 +10,9 @@ import triton
 
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.padded import LOW_RATIOS, page_columns
-from dsa_verify.contract.round_table import rows_per_request
 from dsa_verify.contract.subject import Buffers, Inputs
 from dsa_verify.subjects.pipelines.padded_kernel import BLOCK, DECODE, EXTEND, VERIFY, low_ratio_kernel, padded_kernel
+from dsa_verify.systems.padded import token_rows
 
 COLUMN_BLOCK: Final = 512
 # Programs to aim for: about four a multiprocessor of a large GPU, so that a few wide rows are spread over several.
@@ -123,7 +123,7 @@ class Padded:
             inputs.req_to_token.stride(0),
             self._write_locations.stride(0),
             self._buffers.layout.tokens,
-            rows_per_request("padded", geometry),
+            token_rows(geometry),
             page_columns(geometry),
             geometry.topk,
         )

@@ -18,19 +18,18 @@ class Glued(Padded):
     def route(self, raw_batch: int) -> Route:
         """The way that this engine prepares a replay of `raw_batch` live requests."""
         padded = raw_batch < self._buffers.layout.bucket
-        generic = self._geometry.padded_mode == "decode"
-        return Route.EAGER if raw_batch == 0 or (padded and generic) else Route.GLUE
+        return Route.EAGER if raw_batch == 0 or (padded and self._preparation() is Preparation.GENERIC) else Route.GLUE
 
     def glue_conditions(self, raw_batch: int) -> GlueConditions:
-        """Return what the route depends on, as this engine was started."""
-        preparation = {
-            "decode": Preparation.GENERIC,
-            "verify": Preparation.DSV4_TARGET_VERIFY,
-        }.get(self._geometry.padded_mode, Preparation.DSV4_DRAFT)
+        """What the route depends on, as this engine was started."""
         return GlueConditions(
             raw_batch=raw_batch,
             bucket=self._buffers.layout.bucket,
-            preparation=preparation,
+            preparation=self._preparation(),
             generic_switch=True,
             target_verify_switch=True,
         )
+
+    def _preparation(self) -> Preparation:
+        of_mode = {"decode": Preparation.GENERIC, "verify": Preparation.DSV4_TARGET_VERIFY}
+        return of_mode.get(self._geometry.padded_mode, Preparation.DSV4_DRAFT)

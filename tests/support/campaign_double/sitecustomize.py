@@ -116,7 +116,7 @@ def misbehave(behaviour: str) -> None:
 
 
 def replay_step_by_step(path: Path, folder: Path, device: str) -> None:
-    from dsa_verify.contract.round import read_case
+    from dsa_verify.rounds.case_file import read_case
     from fuzz.campaign.shard_folder import write_json
 
     scenario = read_case(path)

@@ -14,8 +14,8 @@ from typing import Any, Final
 import torch
 
 from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.kpool import pooled_indexer
 from dsa_verify.contract.layout import Layout
-from dsa_verify.contract.round import pooled_indexer
 from dsa_verify.contract.subject import Buffers, Inputs
 from dsa_verify.subjects.adapters.sglang import indexer, kpool, wheel
 from dsa_verify.subjects.adapters.sglang.indexer import Indexer

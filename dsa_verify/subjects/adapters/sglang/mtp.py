@@ -19,8 +19,8 @@ import torch
 from dsa_verify.base.errors import UsageError
 from dsa_verify.buffers.arena import GUARD_WORD, TORCH_DTYPES
 from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.kpool import pooled_indexer
 from dsa_verify.contract.layout import Layout
-from dsa_verify.contract.round import pooled_indexer
 from dsa_verify.contract.subject import Buffers, Inputs
 from dsa_verify.subjects.adapters.sglang import indexer, kpool, wheel
 from dsa_verify.subjects.adapters.sglang.basic import KERNELS, POOLED_KERNELS, Decode

@@ -18,9 +18,9 @@ from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.layout import Layout
 from dsa_verify.contract.padded import LOW_RATIOS, page_columns
-from dsa_verify.contract.round_table import rows_per_request
 from dsa_verify.contract.subject import Buffers, Inputs
 from dsa_verify.subjects.adapters.sglang import wheel
+from dsa_verify.systems.padded import token_rows
 
 BLOCK: Final = "sglang.kernels.ops.speculative.dspark.dspark_attn_metadata"
 CORE: Final = "sglang.kernels.ops.attention.dsv4.attn_metadata_kernels"
@@ -74,7 +74,7 @@ class Padded:
         assert inputs.full_to_swa is not None
         self._geometry, self._inputs, self._buffers = geometry, inputs, buffers
         self._full_to_swa, self._device = inputs.full_to_swa, inputs.seq_lens.device
-        self._batch, self._rows = buffers.layout.bucket, rows_per_request("padded", geometry)
+        self._batch, self._rows = buffers.layout.bucket, token_rows(geometry)
         # Of its raw inputs a captured record has the locations alone in a buffer of its own (contract 7.3).
         dtype = torch.int32 if geometry.padded_mode == "verify" else torch.int64
         self._locations = torch.zeros(buffers.layout.tokens, dtype=dtype, device=self._device)
