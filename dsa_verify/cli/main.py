@@ -267,8 +267,8 @@ def fuzz(timeout_s: float, **options: Any) -> None:
 @cli.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def campaign(arguments: tuple[str, ...]) -> None:
-    """Fuzz for as long as you let it, in processes that may die: DIR, or status, report, merge, waive, recheck."""
-    from fuzz.campaign.campaign import main
+    """Run a long fuzzing campaign in supervised worker processes."""
+    from dsa_verify.cli.campaign import main
 
     main.main(args=list(arguments), prog_name="dsa-verify campaign", standalone_mode=False)
 

@@ -42,6 +42,7 @@ class Diagnosis(Enum):
     CHANGES_TORCH = "changes torch's state"
     CRASHES = "crashes"
     HANGS = "hangs"
+    DEVICE_LOST = "device lost"
     FORKS = "forks"
     RECOMPILES = "recompiles"
     FLAKY = "flaky"

@@ -20,8 +20,8 @@ PLAIN_EVERY_S: Final = 30.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Flight:
-    """A shard that runs: `rounds` so far, `silent_s` since its last sign of life, `attempts` that it has lost."""
+class RunningShard:
+    """A shard that runs: its `rounds` so far, `silent_s` since its last heartbeat, `attempts` that were lost."""
 
     number: int
     system: str
@@ -31,11 +31,11 @@ class Flight:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class CampaignSnapshot:
     """What is shown. `left_s`, `rounds_left`: None where the campaign has no such limit."""
 
     facts: Mapping[str, Any]
-    flights: Sequence[Flight]
+    running: Sequence[RunningShard]
     rounds_per_s: float
     left_s: float | None
     rounds_left: int | None
@@ -62,54 +62,54 @@ class Display:
     def say(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
 
-    def show(self, moment: Moment) -> None:
+    def show(self, snapshot: CampaignSnapshot) -> None:
         if self._block is not None:
-            self._block.update(block(moment), refresh=True)
+            self._block.update(block(snapshot), refresh=True)
         elif time.monotonic() - self._shown >= PLAIN_EVERY_S:
             self._shown = time.monotonic()
-            self.say(line(moment))
+            self.say(line(snapshot))
 
 
-def line(moment: Moment) -> str:
+def line(snapshot: CampaignSnapshot) -> str:
     """The block as one line."""
-    facts = moment.facts
+    facts = snapshot.facts
     return ", ".join(
         [
-            f"{facts['rounds_executed'] + sum(flight.rounds for flight in moment.flights):,} rounds",
-            f"{moment.rounds_per_s:,.0f} rounds/s",
+            f"{facts['rounds_executed'] + sum(shard.rounds for shard in snapshot.running):,} rounds",
+            f"{snapshot.rounds_per_s:,.0f} rounds/s",
             f"{len(facts['findings'])} unique finding(s)",
             f"coverage {visited(facts)}",
-            f"{len(moment.flights)} shard(s) running",
-            f"left: {left(moment)}",
+            f"{len(snapshot.running)} shard(s) running",
+            f"left: {left(snapshot)}",
         ]
     )
 
 
-def left(moment: Moment) -> str:
+def left(snapshot: CampaignSnapshot) -> str:
     """Time and rounds left, as far as there are limits."""
     parts = []
-    if moment.left_s is not None:
-        minutes, seconds = divmod(max(int(moment.left_s), 0), 60)
+    if snapshot.left_s is not None:
+        minutes, seconds = divmod(max(int(snapshot.left_s), 0), 60)
         parts.append(f"{minutes // 60}:{minutes % 60:02}:{seconds:02}")
-    if moment.rounds_left is not None:
-        parts.append(f"{moment.rounds_left:,} rounds")
+    if snapshot.rounds_left is not None:
+        parts.append(f"{snapshot.rounds_left:,} rounds")
     return " or ".join(parts) or "no limit"
 
 
-def block(moment: Moment) -> Table:
+def block(snapshot: CampaignSnapshot) -> Table:
     """The block: figures, then a row for each shard that runs, then the devices' health."""
-    facts = moment.facts
+    facts = snapshot.facts
     table = Table.grid(padding=(0, 2))
-    rounds = facts["rounds_executed"] + sum(flight.rounds for flight in moment.flights)
-    table.add_row("rounds", f"{rounds:,} ({moment.rounds_per_s:,.0f} rounds/s)")
+    rounds = facts["rounds_executed"] + sum(shard.rounds for shard in snapshot.running)
+    table.add_row("rounds", f"{rounds:,} ({snapshot.rounds_per_s:,.0f} rounds/s)")
     table.add_row("findings", f"{len(facts['findings'])} unique")
     table.add_row("coverage", visited(facts))
-    table.add_row("left", left(moment))
-    for flight in moment.flights:
-        sign = "starting" if flight.silent_s is None else f"last sign of life {flight.silent_s:.0f} s ago"
-        lost = f", {flight.attempts} attempt(s) lost" if flight.attempts else ""
-        table.add_row(f"shard {flight.number}", f"{flight.system}, {flight.rounds:,} rounds, {sign}{lost}")
-    for text in moment.health:
+    table.add_row("left", left(snapshot))
+    for shard in snapshot.running:
+        sign = "starting" if shard.silent_s is None else f"last sign of life {shard.silent_s:.0f} s ago"
+        lost = f", {shard.attempts} attempt(s) lost" if shard.attempts else ""
+        table.add_row(f"shard {shard.number}", f"{shard.system}, {shard.rounds:,} rounds, {sign}{lost}")
+    for text in snapshot.health:
         table.add_row("health", text)
     return table
 

@@ -27,9 +27,11 @@ CONNECT_S: Final = 30.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """`width`: shards that can run at once. `devices`: where, for people. `lost`: what the executor raises where one
-    shard was lost with those who ran it, and others can go on; anything else that a shard does not raise ends a
-    campaign."""
+    """An executor that runs `width` shards at once on `devices`, whose names are for people.
+
+    The executor raises one of `lost` for a shard whose workers died while others can go on. Any other error of the
+    executor ends a campaign.
+    """
 
     executor: Executor
     width: int
@@ -39,7 +41,7 @@ class Pool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """What a worker of a cluster has. `gpus`: as entries of CUDA_VISIBLE_DEVICES."""
+    """A worker of a cluster: its version of dsa-verify, and its GPUs as entries of CUDA_VISIBLE_DEVICES."""
 
     version: str
     gpus: tuple[str, ...]
@@ -47,7 +49,7 @@ class Worker:
 
 @contextlib.contextmanager
 def open_pool(reference: str, device: str, workers: int | None = None) -> Iterator[Pool]:
-    """The pool named `local` or `dask://HOST:PORT`, for plans on `device`; at most `workers` shards at once."""
+    """Open the pool named `local` or `dask://HOST:PORT` for plans on `device`. At most `workers` shards run at once."""
     if reference == "local":
         with _local(device, workers) as pool:
             yield pool
@@ -121,7 +123,7 @@ def _dask(address: str, device: str, workers: int | None) -> Iterator[Pool]:
 
 
 def look_around() -> Worker:
-    """Of the process that this runs in."""
+    """Return the version and the GPUs of the process that calls this."""
     try:
         found = version("dsa-verify")
     except PackageNotFoundError:  # run from its folder
@@ -130,7 +132,7 @@ def look_around() -> Worker:
 
 
 def check_worker(name: str, worker: Worker, threads: int, device: str) -> None:
-    """UsageError for a worker whose shards would not be those of this process, or would share a GPU."""
+    """Check a worker. UsageError if it has another version than this process, or if its shards would share a GPU."""
     mine = look_around().version
     if worker.version != mine:
         raise UsageError(f"worker {name}: has dsa-verify {worker.version}, and here is {mine}; install the same")

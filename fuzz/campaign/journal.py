@@ -64,7 +64,7 @@ class Journal:
         self.alive(rounds)
 
     def alive(self, rounds: int) -> None:
-        """Rounds were launched that are not counted; Stopped as in `count`."""
+        """Note that rounds were launched that are not counted. Stopped as in `count`."""
         self.clock()
 
     def beat(self, *, force: bool = False) -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 from dsa_verify.base.atomic_write import write_whole
 from dsa_verify.base.errors import UsageError
-from fuzz.campaign.index import RECHECKS_FILE, WAIVERS_FILE, Store
 from fuzz.campaign.locks import held
-from fuzz.campaign.plan import PLAN_FILE, read_plan, settle_plan
+from fuzz.campaign.plan import PLAN_FILE, load_or_create_plan, read_plan
 from fuzz.campaign.shard_folder import (
     CAMPAIGN_LOCK,
+    RECHECKS_FILE,
     STATES,
+    WAIVERS_FILE,
     ShardResult,
     findings_in,
     read_json,
@@ -40,15 +41,13 @@ def merge(sources: Sequence[Path], into: Path) -> int:
             raise UsageError(f"{source}: follows another plan than {first}; merge campaigns of one plan only")
     taken = 0
     with held(into / CAMPAIGN_LOCK):
-        settle_plan(into, dataclasses.asdict(plan), {})
+        load_or_create_plan(into, dataclasses.asdict(plan), {})
         for source in sources:
             taken += sum(_take_shard(source, into, number) for number in shard_numbers(source))
             for name in (WAIVERS_FILE, RECHECKS_FILE):
                 both = {**(read_json(source / name) or {}), **(read_json(into / name) or {})}
                 if both:
                     write_whole(into / name, json.dumps(both, indent=1) + "\n")
-        with Store(into) as store:
-            store.rebuild()
     return taken
 
 

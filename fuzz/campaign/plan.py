@@ -182,7 +182,7 @@ def read_plan(root: Path) -> Plan:
         raise UsageError(f"{path}: {error}") from None
 
 
-def settle_plan(root: Path, given: Mapping[str, Any], default: Mapping[str, Any]) -> Plan:
+def load_or_create_plan(root: Path, given: Mapping[str, Any], default: Mapping[str, Any]) -> Plan:
     """The plan of the campaign in `root`, which is begun with `given` (over `default`) where there is none.
 
     UsageError if there is one and `given` says otherwise: its shards would not be those that were run.

@@ -1,9 +1,11 @@
-"""Campaign report: what a campaign has done, found and lost, from its store to a dictionary, to lines, to a status."""
+"""Campaign report: what a campaign has done, found and lost, from its state to a dictionary, to lines, to a status."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -16,58 +18,97 @@ from dsa_verify.base.errors import (
     STATUS_MISMATCH,
     STATUS_NOTHING_VERIFIED,
 )
-from fuzz.campaign.index import Store
 from fuzz.campaign.plan import read_plan
+from fuzz.campaign.shard_folder import STATES, FindingKey
+from fuzz.campaign.state import CampaignState, Canary, ShardState, Sighting
 
 REPORT_SCHEMA: Final = 1
 _FAILED: Final = ("harness failed", "no room", "given up")
 # A canary that is masked: the subject's own finding came out at the other end in its place.
 _ALIVE: Final = ("reported", "masked")
 
-# The finding that a canary stands for must be in the store: what a shard claims of itself is no proof.
-_CANARIES: Final = """
-SELECT number, canary_fault AS fault, canary_verdict AS verdict, canary_why AS why,
-    CASE canary_verdict
-        WHEN 'reported' THEN EXISTS (SELECT 1 FROM sightings WHERE shard = number AND planted = 1 AND state = 'shrunk')
-        WHEN 'masked' THEN EXISTS (SELECT 1 FROM sightings WHERE shard = number AND planted = 0)
-        ELSE 0
-    END AS stored
-FROM shards WHERE canary_verdict IS NOT NULL ORDER BY number
-"""
 
-
-def summary(store: Store) -> dict[str, Any]:
-    """Of everything in `store`, for JSON; `status` is what a campaign that ended now would end with."""
-    shards = store.rows("SELECT * FROM shards ORDER BY number")
-    attempts = store.rows("SELECT * FROM attempts ORDER BY shard, attempt")
-    canaries = store.rows(_CANARIES)
-    last = {attempt["shard"]: attempt for attempt in attempts}
-    failed = [
-        last[shard["number"]]
-        for shard in shards
-        if shard["ended"] == "unfinished" and last.get(shard["number"], {}).get("ended") in _FAILED
-    ]
-    damage = store.rows("SELECT * FROM damage ORDER BY shard, text")
-    plan = read_plan(store.root)
+def summary(state: CampaignState) -> dict[str, Any]:
+    """Summarise `state` for JSON. `status` is what a campaign that ended now would end with."""
+    shards = [state.shards[number] for number in sorted(state.shards)]
+    counted = [shard for shard in shards if shard.ended is not None]
+    canaries = [_canary(shard, shard.canary) for shard in counted if shard.canary is not None]
+    attempts = [attempt for shard in shards for attempt in _attempts(shard)]
+    last = [_attempts(shard)[-1] for shard in counted if shard.ended == "unfinished" and shard.attempts]
+    plan = read_plan(state.root)
     facts: dict[str, Any] = {
         "schema": REPORT_SCHEMA,
         "plan": plan.to_dict(),
-        "replay_options": plan.replay_options(store.root),
-        "shards": len(shards),
-        "shards_ended": _counts(shards, "ended"),
-        "rounds_requested": sum(shard["requested"] for shard in shards),
-        "rounds_executed": sum(shard["executed"] for shard in shards),
+        "replay_options": plan.replay_options(state.root),
+        "shards": len(counted),
+        "shards_ended": dict(Counter(shard.ended for shard in counted)),
+        "rounds_requested": sum(shard.requested for shard in counted),
+        "rounds_executed": sum(shard.executed for shard in counted),
         "rounds_lost_in_flight": sum(attempt["rounds_lost"] for attempt in attempts),
-        "findings": store.rows("SELECT * FROM findings WHERE planted = 0 ORDER BY shard, key"),
-        "canaries": _counts(canaries, "verdict"),
+        "findings": _findings(state),
+        "canaries": dict(Counter(canary["verdict"] for canary in canaries)),
         "canaries_missing": [c for c in canaries if c["verdict"] not in _ALIVE or not c["stored"]],
         "attempts": attempts,
-        "failed": failed,
-        "damage": damage,
-        "coverage": _coverage(store),
-        "provenance": _provenances(store),
+        "failed": [attempt for attempt in last if attempt["ended"] in _FAILED],
+        "damage": [{"shard": shard.number, "text": text} for shard in shards for text in sorted(shard.damage)],
+        "coverage": _coverage(state),
+        "provenance": _provenances(counted),
     }
     return {**facts, "status": status_of(facts)}
+
+
+def _attempts(shard: ShardState) -> list[dict[str, Any]]:
+    """Return the attempts of a shard in order."""
+    in_order = sorted(shard.attempts, key=lambda attempt: attempt.attempt)
+    return [{"shard": shard.number, **dataclasses.asdict(attempt)} for attempt in in_order]
+
+
+def _canary(shard: ShardState, canary: Canary) -> dict[str, Any]:
+    """Describe a canary. The finding that it stands for must be stored: what a shard claims of itself is no proof."""
+    stored = {
+        "reported": any(each.key.planted and each.state == "shrunk" for each in shard.sightings),
+        "masked": any(not each.key.planted for each in shard.sightings),
+    }
+    return {"number": shard.number, **dataclasses.asdict(canary), "stored": int(stored.get(canary.verdict, False))}
+
+
+def _findings(state: CampaignState) -> list[dict[str, Any]]:
+    """List each finding once, as the shard saw it that is surest of it, in the order of those shards."""
+    by_key: dict[FindingKey, list[Sighting]] = {}
+    for number in sorted(state.shards):
+        for sighting in state.shards[number].sightings:
+            if not sighting.key.planted:
+                by_key.setdefault(sighting.key, []).append(sighting)
+    findings = [_finding(key.name, sightings, state) for key, sightings in by_key.items()]
+    return sorted(findings, key=lambda finding: (finding["shard"], finding["key"]))
+
+
+def _finding(name: str, sightings: Sequence[Sighting], state: CampaignState) -> dict[str, Any]:
+    best = max(sightings, key=lambda sighting: STATES.index(sighting.state))  # the first of those that are as sure
+    recheck, issue, said = state.rechecks.get(name), state.waivers.get(name), best.state
+    if recheck is not None and recheck.shown == 0 and len(sightings) <= recheck.sightings:
+        said = "gone"
+    elif issue is not None:
+        said = "waived"
+    return {
+        "key": name,
+        "planted": 0,
+        "system": best.key.system,
+        "subject": best.key.subject,
+        "field": best.key.field,
+        "diagnosis": best.key.diagnosis,
+        "law": best.key.law,
+        "state": said,
+        "issue": issue if issue is not None else best.waiver,
+        "shown": best.shown,
+        "repeats": best.repeats,
+        "sentence": best.sentence,
+        "rules": best.rules,
+        "path": best.path,
+        "note": best.note,
+        "shard": best.shard,
+        "sightings": len(sightings),
+    }
 
 
 def status_of(facts: Mapping[str, Any]) -> int:
@@ -85,32 +126,17 @@ def status_of(facts: Mapping[str, Any]) -> int:
     return STATUS_EQUAL if facts["rounds_executed"] else STATUS_NOTHING_VERIFIED
 
 
-def _counts(rows: Sequence[Mapping[str, Any]], column: str) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for row in rows:
-        counts[row[column]] = counts.get(row[column], 0) + 1
-    return counts
-
-
-def _coverage(store: Store) -> list[dict[str, Any]]:
-    """By configuration: what at least one of its shards has visited."""
-    rows = store.rows("SELECT * FROM coverage ORDER BY configuration")
+def _coverage(state: CampaignState) -> list[dict[str, Any]]:
+    """List by configuration what at least one of its shards has visited."""
     return [
-        {
-            "configuration": row["configuration"],
-            "visited": row["possible"] - len(json.loads(row["never"])),
-            "possible": row["possible"],
-        }
-        for row in rows
+        {"configuration": name, "visited": each.possible - len(each.never), "possible": each.possible}
+        for name, each in sorted(state.coverage.items())
     ]
 
 
-def _provenances(store: Store) -> list[Mapping[str, str]]:
-    """What the shards' subjects say about their code, each answer once: more than one if it was changed on the way."""
-    rows = store.rows(
-        "SELECT provenance FROM shards WHERE provenance IS NOT NULL GROUP BY provenance ORDER BY MIN(number)"
-    )
-    return [json.loads(row["provenance"]) for row in rows]
+def _provenances(shards: Sequence[ShardState]) -> list[Mapping[str, str]]:
+    """List what the shards' subjects say about their code, each answer once: it may have changed on the way."""
+    return [json.loads(text) for text in dict.fromkeys(shard.provenance for shard in shards) if text is not None]
 
 
 def visited(facts: Mapping[str, Any]) -> str:
@@ -130,7 +156,7 @@ def visited(facts: Mapping[str, Any]) -> str:
 def status_lines(facts: Mapping[str, Any]) -> list[str]:
     """Where the campaign stands."""
     ended = ", ".join(f"{count} {name}" for name, count in facts["shards_ended"].items()) or "none"
-    states = _counts(facts["findings"], "state")
+    states = Counter(finding["state"] for finding in facts["findings"])
     found = ", ".join(f"{count} {state}" for state, count in states.items()) or "none"
     canaries = ", ".join(f"{count} {verdict}" for verdict, count in facts["canaries"].items()) or "none yet"
     return [
@@ -191,7 +217,7 @@ def verdict_lines(facts: Mapping[str, Any]) -> list[str]:
     """What the exit status stands for."""
     lines = [
         f"shard {each['number']}: the planted fault {each['fault']} was not reported "
-        f"({each['why'] or 'it is not in the store'}): this campaign may be blind"
+        f"({each['why'] or 'its finding is not stored'}): this campaign may be blind"
         for each in facts["canaries_missing"]
     ]
     lines += [f"shard {each['shard']}: {each['ended']}: {each['text']}" for each in facts["failed"]]

@@ -1,4 +1,4 @@
-"""Shard folder: what one shard of a campaign leaves on disk, and the only truth about it; the store is an index.
+"""Shard folder: what one shard of a campaign leaves on disk, and the only truth about it.
 
     owner           held by whoever supervises the shard (locks.py)
     spec.json       what the shard is a pure function of
@@ -27,10 +27,15 @@ from typing import Any, Final
 
 from dsa_verify.base.atomic_write import write_whole
 from dsa_verify.base.errors import HarnessError
+from dsa_verify.contract.finding import Finding
 
 # Beside the shards.
 CAMPAIGN_LOCK: Final = "campaign.lock"
 STOP_FILE: Final = "stop"  # while it is there, they end
+WAIVERS_FILE: Final = "waivers.json"  # {key of a finding: the issue that it is waived for}
+# {key of a finding: [shown, repeats, sightings] when its case was replayed last}. One that more shards have seen since
+# then is not gone.
+RECHECKS_FILE: Final = "rechecks.json"
 OWNER_FILE: Final = "owner"
 JOURNAL_FILE: Final = "journal.json"
 PROGRESS_FILE: Final = "progress.json"
@@ -39,7 +44,7 @@ SPEC_FILE: Final = "spec.json"
 LOCK_FILE: Final = "lock"
 REPEAT_FOLDER: Final = "repeat"
 # How sure a finding is, least first. What a ledger waives is "gone" from a shard that had to show it, which another one
-# may do; both are also said of findings later (store.py).
+# may do; both are also said of findings later (verdicts.py).
 STATES: Final = ("gone", "waived", "found", "flaky", "confirmed", "shrunk")
 
 
@@ -54,14 +59,15 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except ValueError as error:  # no JSON, or no text
-        raise not_ours(path, error) from None
+        raise damaged(path, error) from None
     if not isinstance(data, dict):
-        raise not_ours(path, f"it holds a {type(data).__name__}")
+        raise damaged(path, f"it holds a {type(data).__name__}")
     return data
 
 
-def not_ours(path: Path, why: object) -> HarnessError:
-    return HarnessError(f"{path}: not what this tool wrote ({why}); remove it, and what it held is redone")
+def damaged(path: Path, why: object) -> HarnessError:
+    """Return the error that says that `path` does not hold what was written there."""
+    return HarnessError(f"{path} is corrupt ({why}). Delete it; the work will be repeated.")
 
 
 def read_progress(at: Path) -> dict[str, int]:
@@ -152,8 +158,14 @@ class FindingRecord:
     note: str | None = None
     waiver: str | None = None
 
+    @classmethod
+    def of(cls, finding: Finding, *, case: str, planted: bool = False) -> FindingRecord:
+        """Return the record of a finding that was just found."""
+        facts = {name: value for name, value in finding.to_dict().items() if name not in ("case", "reproduce")}
+        return cls(key=FindingKey.of(facts, planted=planted), state="found", finding=facts, case=case)
+
     @property
-    def settled(self) -> bool:
+    def is_final(self) -> bool:
         """Whether no more can be made of it. Of one that is confirmed and has no note, a process was about to make
         more when it was killed."""
         return self.state in ("flaky", "shrunk") or (self.state == "confirmed" and self.note is not None)
@@ -167,7 +179,7 @@ class FindingRecord:
         try:
             return None if data is None else cls(**{**data, "key": FindingKey(**data["key"])})
         except (TypeError, KeyError) as error:
-            raise not_ours(path, error) from None
+            raise damaged(path, error) from None
 
 
 def findings_in(folder: Path) -> list[FindingRecord]:
@@ -225,4 +237,4 @@ class ShardResult:
         try:
             return None if data is None else cls(**data)
         except TypeError as error:
-            raise not_ours(folder / RESULT_FILE, error) from None
+            raise damaged(folder / RESULT_FILE, error) from None

@@ -34,6 +34,7 @@ from dsa_verify.base.errors import (
     HarnessError,
     UsageError,
 )
+from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.round import Scenario
 from dsa_verify.rounds.case_file import read_case
 from fuzz.campaign.locks import FolderInUse, Holder, held, holder, owned, this_host
@@ -47,7 +48,6 @@ from fuzz.campaign.shard_folder import (
     RESULT_FILE,
     SPEC_FILE,
     STOP_FILE,
-    FindingKey,
     FindingRecord,
     ShardResult,
     attempts_in,
@@ -66,7 +66,7 @@ STOP_GRACE_S: Final = 30.0
 KILL_WAIT_S: Final = 60.0
 MOST_ATTEMPTS: Final = 6
 # Of a case that ended a process. A hang costs its whole timeout each time.
-REPEATS: Final = {"crashes": 3, "device lost": 3, "hangs": 1}
+REPEATS: Final = {Diagnosis.CRASHES: 3, Diagnosis.DEVICE_LOST: 3, Diagnosis.HANGS: 1}
 _LOCK_WAIT_S: Final = 10.0
 _FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 
@@ -97,15 +97,15 @@ class _End:
         return cls(status=status, wall_s=wall_s, orderly=orderly, hung=hung, stopped=stopped)
 
     @property
-    def death(self) -> str | None:
-        """What kind of death it was; None if the process ended by itself and in order."""
+    def death(self) -> Diagnosis | None:
+        """The kind of death. It is None if the process ended by itself and in order."""
         if self.stopped:
             return None
         if self.hung:
-            return "hangs"
+            return Diagnosis.HANGS
         if not self.orderly:
-            return "crashes"
-        return "device lost" if self.status == STATUS_DEVICE_LOST else None
+            return Diagnosis.CRASHES
+        return Diagnosis.DEVICE_LOST if self.status == STATUS_DEVICE_LOST else None
 
     @property
     def killed(self) -> bool:
@@ -116,11 +116,11 @@ class _End:
     def words(self) -> str:
         if self.hung:
             return "gave no sign of life and was killed"
-        if self.death == "device lost":
+        if self.death is Diagnosis.DEVICE_LOST:
             return "lost its device"
         if self.status < 0:
             return f"died of {signal.Signals(-self.status).name}"
-        return f"was ended with status {self.status} by what it ran"
+        return f"exited with status {self.status} (code under test called exit)"
 
 
 def supervise(
@@ -148,7 +148,7 @@ def supervise(
 
 
 def _attempts(spec: ShardSpec, watch: _Watch) -> ShardResult:
-    """As many as it takes, up to MOST_ATTEMPTS."""
+    """Run processes until one leaves a result. At most MOST_ATTEMPTS are made."""
     folder = watch.folder
     for _ in range(MOST_ATTEMPTS):
         result, spec = _attempt(spec, watch)
@@ -169,7 +169,7 @@ def give_up(folder: Path, why: str) -> None:
 
 
 def _attempt(spec: ShardSpec, watch: _Watch) -> tuple[ShardResult | None, ShardSpec]:
-    """One process; (its result, spec), or (None, what to try next)."""
+    """Run one process. Return (its result, spec), or (None, the specification to try next)."""
     folder = watch.folder
     write_json(folder / SPEC_FILE, spec.to_dict())
     end = watch.run([str(folder)])
@@ -192,7 +192,9 @@ def _attempt(spec: ShardSpec, watch: _Watch) -> tuple[ShardResult | None, ShardS
     if end.orderly and end.status == STATUS_NO_ROOM:
         with contextlib.suppress(OSError):  # for which there may be no room either; what is to be said is said
             _note(watch, end, "no room", reason)
-        raise NoRoom(f"{folder}: {reason}; make room, then resume: what is there is whole")
+        raise NoRoom(
+            f"{folder}: {reason}. Free disk space and run the same command again; files already written are intact."
+        )
     if end.orderly and end.status == STATUS_OUT_OF_MEMORY:
         return _without_memory(spec, watch, end, reason)
     _note(watch, end, "harness failed", reason)
@@ -200,7 +202,7 @@ def _attempt(spec: ShardSpec, watch: _Watch) -> tuple[ShardResult | None, ShardS
 
 
 def _without_memory(spec: ShardSpec, watch: _Watch, end: _End, reason: str) -> tuple[ShardResult | None, ShardSpec]:
-    """Half of the batch, once; no finding."""
+    """Try half of the batch, once. A lack of memory is never a finding."""
     case = _journalled(watch.folder, spec.plan.fault)
     path = _keep(watch.folder, case, "out-of-memory") if case is not None else None
     executed = read_progress(watch.folder)["checked"]
@@ -214,27 +216,25 @@ def _without_memory(spec: ShardSpec, watch: _Watch, end: _End, reason: str) -> t
 
 
 def _explain(spec: ShardSpec, watch: _Watch, end: _End) -> ShardResult | None:
-    """Attribute a death to its case by dying of it again; None if it was nobody's, so that the shard is done anew."""
+    """Repeat the case of a death to see whether it causes it. None if it does not, and the shard is to run again."""
     kind, folder = end.death, watch.folder
     assert kind is not None
     case = _journalled(folder, spec.plan.fault)
     if case is None:
         text = f"{end.words} before it had launched anything ({_reason(folder)}); done anew"
-        _note(watch, end, "killed" if end.killed else kind, text)
+        _note(watch, end, "killed" if end.killed else kind.value, text)
         return None
     executed = read_progress(folder)["checked"]
     log = _reason(folder)
-    path = _keep(folder, case, kind)
-    finding = {
-        "system": case.system,
-        "subject": case.subject or "",
-        "diagnosis": kind,
-        "sentence": f"{kind}: {case.found}, the process {end.words}; {log}",
-        "field": None,
-        "round": None,
-        "draft_tokens": case.geometry.draft_tokens,
-    }
-    record = FindingRecord(key=FindingKey.of(finding), state="found", finding=finding, case=path)
+    path = _keep(folder, case, kind.value)
+    finding = Finding(
+        system=case.system,
+        subject=case.subject or "",
+        diagnosis=kind,
+        sentence=f"{kind.value}: {case.found}, the process {end.words}; {log}",
+        draft_tokens=case.geometry.draft_tokens,
+    )
+    record = FindingRecord.of(finding, case=path)
     if not end.killed:
         record.write(folder)  # so that it is not lost with a supervisor that ends while it repeats the case
     shown, last_round, why_not = 0, None, None
@@ -243,7 +243,7 @@ def _explain(spec: ShardSpec, watch: _Watch, end: _End) -> ShardResult | None:
         if again.stopped:
             _note(watch, end, "stopped", f"the campaign ended while a shard that {end.words} was explained")
             return _ended(spec, watch, "stopped", executed=0, write=False)
-        if again.death == kind and (again.status == end.status or kind == "hangs"):
+        if again.death is kind and (again.status == end.status or kind is Diagnosis.HANGS):
             shown += 1
             last_round = read_progress(folder / REPEAT_FOLDER)["rounds"]
         elif end.killed:
@@ -256,23 +256,23 @@ def _explain(spec: ShardSpec, watch: _Watch, end: _End) -> ShardResult | None:
         return None
     if last_round is not None and last_round < len(case.rounds):
         case = dataclasses.replace(case, rounds=case.rounds[: last_round + 1])
-        path = _keep(folder, case, kind)
+        path = _keep(folder, case, kind.value)
     where = f"in round {last_round} of its case" if last_round is not None and case.rounds else "in its case"
-    sentence = f"{kind}: {case.found}, the process {end.words}; {where} again {shown} of {REPEATS[kind]} times; {log}"
+    sentence = (
+        f"{kind.value}: {case.found}, the process {end.words}; {where} again {shown} of {REPEATS[kind]} times; {log}"
+    )
     state, note = "confirmed" if shown == REPEATS[kind] else "flaky", "not shrunk: each candidate would cost a process"
     if why_not is not None:
         state, note = "found", f"its case could not be repeated: {why_not}"
     dataclasses.replace(
-        record,
+        FindingRecord.of(dataclasses.replace(finding, sentence=sentence, round=last_round), case=path),
         state=state,
-        finding={**finding, "sentence": sentence, "round": last_round},
-        case=path,
         shown=shown,
         repeats=REPEATS[kind],
         note=note,
     ).write(folder)
-    _note(watch, end, kind, sentence, executed)
-    return _ended(spec, watch, kind, executed=executed)
+    _note(watch, end, kind.value, sentence, executed)
+    return _ended(spec, watch, kind.value, executed=executed)
 
 
 def _journalled(folder: Path, fault: str | None) -> Scenario | None:
@@ -294,14 +294,14 @@ def _keep(folder: Path, case: Scenario, kind: str) -> str:
 
 
 def _note(watch: _Watch, end: _End, ended: str, text: str, executed: int = 0) -> None:
-    """That an attempt ended without a result of its own, and the rounds of its work that are lost."""
+    """Note that an attempt ended without a result of its own, and how many rounds are lost with it."""
     rounds = read_progress(watch.folder)["rounds"]
     _write_attempt(watch.folder, ended, text, max(rounds - executed, 0), end.wall_s)
     _clear(watch.folder)
 
 
 def _note_interrupted(folder: Path, before: Holder | None) -> None:
-    """What the supervisor that was there `before`, and is gone, did not come to write down."""
+    """Note what the supervisor that was there `before` could not write down before it ended."""
     if (folder / PROGRESS_FILE).exists():
         text = f"its supervisor ({before or 'unknown'}) ended before the shard did; done anew"
         _write_attempt(folder, "interrupted", text, read_progress(folder)["rounds"], 0.0)
@@ -334,7 +334,7 @@ def _ended(
 
 
 def _reason(folder: Path) -> str:
-    """What the process said last."""
+    """Return the last line that the process wrote to its log."""
     path = folder / LOG_FILE
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     said = [line.removeprefix("dsa-verify: ") for line in lines if line.startswith("dsa-verify: ")]

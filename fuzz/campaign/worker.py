@@ -195,7 +195,7 @@ def _note_waivers(setup: JournalledSetup, counts: Counts, folder: Path) -> None:
 def take(finding: Finding, setup: JournalledSetup, folder: Path) -> FindingRecord:
     """Write `finding` down, repeat its case from nothing, shrink it; written down at each step."""
     record = _found(finding, setup, folder)
-    if record.settled:
+    if record.is_final:
         return record
     record = _repeated(record, finding, setup, folder)
     record.write(folder)
@@ -207,20 +207,14 @@ def take(finding: Finding, setup: JournalledSetup, folder: Path) -> FindingRecor
 
 def _found(finding: Finding, setup: JournalledSetup, folder: Path) -> FindingRecord:
     """Its record: one that is settled, or that it was found."""
-    facts = finding.to_dict()
-    key = FindingKey.of(facts, planted=setup.planted)
+    key = FindingKey.of(finding.to_dict(), planted=setup.planted)
     known = FindingRecord.read(folder / "findings" / f"{key.name}.json")
-    if known is not None and known.settled:
+    if known is not None and known.is_final:
         return known
     if finding.case is None:
         raise CaseNotSaved(f"{finding.sentence}; {finding.loss or 'the finding has no case'}")
     case = Path(finding.case)
-    record = FindingRecord(
-        key=key,
-        state="found",
-        finding={name: value for name, value in facts.items() if name not in ("case", "reproduce")},
-        case=str(case.relative_to(folder)),
-    )
+    record = FindingRecord.of(finding, case=str(case.relative_to(folder)), planted=setup.planted)
     record.write(folder)
     return record
 

@@ -70,31 +70,42 @@ def repeat_case(case: Path, folder: Path, device: str) -> None:
     replay_step_by_step(case, folder, settled)
 
 
+def exit_status(error: BaseException) -> int:
+    """Return the exit status that `error` stands for, whoever raised it."""
+    if isinstance(error, KeyboardInterrupt):
+        return STATUS_INTERRUPTED
+    if not isinstance(error, DeviceLost) and lack_of_memory(error) is not None:
+        return STATUS_OUT_OF_MEMORY
+    if isinstance(error, CaseNotSaved) or (isinstance(error, OSError) and error.errno in NO_ROOM):
+        return STATUS_NO_ROOM
+    if isinstance(error, DsaVerifyError):
+        return error.status
+    return STATUS_DEVICE_LOST if "CUDA error" in str(error) else STATUS_HARNESS
+
+
 def _status_of(work: Callable[[], None]) -> int:
-    """Do `work`; the exit status, the reason on standard error."""
+    """Do `work` and return the exit status. The reason goes to standard error."""
     try:
         work()
         return STATUS_EQUAL
-    except KeyboardInterrupt:
-        _say("interrupted")
-        return STATUS_INTERRUPTED
     except BaseException as error:
-        lack = None if isinstance(error, DeviceLost) else lack_of_memory(error)
-        if lack is not None:
-            _say(f"{type(lack).__name__}: {lack}")
-            return STATUS_OUT_OF_MEMORY
-        if isinstance(error, CaseNotSaved) or (isinstance(error, OSError) and error.errno in NO_ROOM):
-            _say(str(error))
-            return STATUS_NO_ROOM
-        if isinstance(error, DsaVerifyError):
-            _say(str(error))
-            return error.status
-        if "CUDA error" in str(error):
-            _say(f"{type(error).__name__}: {error}")
-            return STATUS_DEVICE_LOST
-        with contextlib.suppress(OSError):
-            traceback.print_exc()
-        return STATUS_HARNESS
+        status = exit_status(error)
+        if status == STATUS_HARNESS and not isinstance(error, DsaVerifyError):
+            with contextlib.suppress(OSError):
+                traceback.print_exc()
+        else:
+            _say(_reason(error, status))
+        return status
+
+
+def _reason(error: BaseException, status: int) -> str:
+    """Say in a line what `error` is. One of ours says it itself, but for a lack of memory, which says its cause."""
+    if status == STATUS_INTERRUPTED:
+        return "interrupted"
+    cause = lack_of_memory(error) if status == STATUS_OUT_OF_MEMORY else None
+    if cause is None and (status == STATUS_NO_ROOM or isinstance(error, DsaVerifyError)):
+        return str(error)
+    return f"{type(cause or error).__name__}: {cause or error}"
 
 
 def _say(text: str) -> None:

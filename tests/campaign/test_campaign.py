@@ -14,12 +14,9 @@ import random
 import re
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +26,15 @@ from played import ROUNDS, SHARDS, facts_of, hold, let_go, plan_of, run, shown, 
 from rich.console import Console
 
 from dsa_verify.base.errors import HarnessError, UsageError
+from dsa_verify.cli import campaign as commands
+from dsa_verify.cli.campaign import main, parse_time
+from dsa_verify.contract.finding import Diagnosis
 from dsa_verify.rounds.case_file import read_case
-from fuzz.campaign import campaign as campaign_module
-from fuzz.campaign import index as store_module
 from fuzz.campaign import supervisor as supervise_module
-from fuzz.campaign.campaign import main, parse_time
-from fuzz.campaign.display import Display, Flight, Moment
-from fuzz.campaign.index import Store, StoreLocked, note_recheck, waive
+from fuzz.campaign.display import CampaignSnapshot, Display, RunningShard
 from fuzz.campaign.locks import FolderInUse, held, holder
 from fuzz.campaign.merge import merge
-from fuzz.campaign.plan import Plan, parse_plan, read_plan, settle_plan
+from fuzz.campaign.plan import Plan, load_or_create_plan, parse_plan, read_plan
 from fuzz.campaign.report import report_lines, summary
 from fuzz.campaign.shard_folder import (
     attempts_in,
@@ -49,7 +45,9 @@ from fuzz.campaign.shard_folder import (
     shard_numbers,
     write_json,
 )
+from fuzz.campaign.state import CampaignState
 from fuzz.campaign.supervisor import runs_in, supervise
+from fuzz.campaign.verdicts import note_recheck, waive
 from fuzz.campaign.worker_main import ORDERLY
 
 pytestmark = pytest.mark.usefixtures("played_shards")
@@ -64,7 +62,8 @@ def start(root: Path) -> subprocess.Popen[bytes]:
     command = [
         sys.executable,
         "-m",
-        "fuzz.campaign.campaign",
+        "dsa_verify",
+        "campaign",
         str(root),
         "--max-rounds",
         str(SHARDS * ROUNDS),
@@ -177,7 +176,7 @@ def test_a_death_is_attributed_to_its_case(
     root: Path, monkeypatch: pytest.MonkeyPatch, behaviour: str, diagnosis: str, words: str, timeout_s: float
 ) -> None:
     """The journal holds rounds 16 to 23 and the repeat stops at round 19 of them, the fourth."""
-    monkeypatch.setattr(supervise_module, "REPEATS", {"crashes": 2, "device lost": 2, "hangs": 1})
+    monkeypatch.setattr(supervise_module, "REPEATS", dict.fromkeys(supervise_module.REPEATS, 2) | {Diagnosis.HANGS: 1})
     assert run(root, behaviour, timeout_s=timeout_s) == 1
     (finding,) = facts_of(root)["findings"]
     assert (finding["diagnosis"], finding["state"]) == (diagnosis, "confirmed")
@@ -189,7 +188,7 @@ def test_a_death_is_attributed_to_its_case(
 
 
 def test_a_death_that_does_not_come_back_is_flaky(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(supervise_module.REPEATS, "crashes", 2)
+    monkeypatch.setitem(supervise_module.REPEATS, Diagnosis.CRASHES, 2)
     assert run(root, "segfaults once") == 6
     (finding,) = facts_of(root)["findings"]
     assert (finding["state"], finding["shown"], finding["repeats"]) == ("flaky", 0, 2)
@@ -210,7 +209,7 @@ def test_out_of_memory_is_no_finding(root: Path, behaviour: str, ended: str) -> 
 
 
 def test_a_full_disk_is_told_and_the_shard_redone(root: Path) -> None:
-    with pytest.raises(HarnessError, match="make room, then resume"):
+    with pytest.raises(HarnessError, match="Free disk space and run the same command again"):
         run(root, "fills the disk")
     assert [attempt["ended"] for attempt in facts_of(root)["attempts"]] == ["no room"]
     assert facts_of(root)["status"] == 3
@@ -224,7 +223,7 @@ def test_a_disk_that_is_full_for_the_supervisor_is_told(root: Path, monkeypatch:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(supervise_module, "write_json", full)
-    with pytest.raises(HarnessError, match="No space left on device; make room, then resume"):
+    with pytest.raises(HarnessError, match=r"No space left on device\. Free disk space and run the same command again"):
         run(root, "right")
 
 
@@ -256,7 +255,7 @@ def test_a_plan_that_has_begun_is_kept(ended: Path) -> None:
 # The planted fault ---------------------------------------------------------------------------------------------------
 
 
-def test_a_planted_fault_that_is_not_in_the_store_ends_with_status_3(root: Path) -> None:
+def test_a_planted_fault_that_is_not_in_its_folder_ends_with_status_3(root: Path) -> None:
     assert run(root, "loses its canary") == 3
     facts = facts_of(root)
     assert [canary["number"] for canary in facts["canaries_missing"]] == [0]
@@ -340,74 +339,33 @@ def test_a_plan_of_before_there_were_faults_and_drafts_is_read() -> None:
 
 
 def test_resuming_with_another_plan_is_refused(root: Path) -> None:
-    settle_plan(root, {"seed": 1}, {"systems": ("decode",)})
-    assert settle_plan(root, {"seed": 1}, {}).seed == 1
+    load_or_create_plan(root, {"seed": 1}, {"systems": ("decode",)})
+    assert load_or_create_plan(root, {"seed": 1}, {}).seed == 1
     with pytest.raises(UsageError, match=r"--seed: 2 differs from 1, .* leave it out to resume"):
-        settle_plan(root, {"seed": 2}, {})
+        load_or_create_plan(root, {"seed": 2}, {})
 
 
-# The store -----------------------------------------------------------------------------------------------------------
+# The state -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_store_is_an_index_that_can_be_made_again(ended: Path) -> None:
-    with Store(ended) as store:
-        before = summary(store)
-    for path in ended.glob("campaign.sqlite*"):
-        path.unlink()
-    with Store(ended) as store:
-        for number in (2, 0, 3, 0, 1):
-            store.index(number)
-        assert summary(store) == before
+def test_the_state_of_a_campaign_that_runs_is_that_of_its_folders(ended: Path) -> None:
+    """Shards are read again as they end, in any order, and some of them twice."""
+    shutil.move(ended / "shards", ended / "aside")
+    state = CampaignState.read(ended)
+    assert state.shards == {}
+    shutil.move(ended / "aside", ended / "shards")
+    for number in (2, 0, 3, 0, 1):
+        state = state.with_shards([number])
+    assert summary(state) == facts_of(ended)
+    assert [each["visited"] for each in summary(state)["coverage"]] == [9]
+
+
+def test_the_index_that_campaigns_once_had_is_ignored(ended: Path) -> None:
+    before = facts_of(ended)
+    (ended / "campaign.sqlite").write_bytes(b"whatever it holds")
     assert facts_of(ended) == before
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "LOCK_WAIT_S", 0.05)
-
-
-@pytest.fixture
-def intruder(ended: Path) -> Iterator[sqlite3.Connection]:
-    """Another process's lock on the store, from which shards are missing."""
-    connection = sqlite3.connect(ended / "campaign.sqlite", isolation_level=None, check_same_thread=False)
-    connection.execute("DELETE FROM shards")
-    connection.execute("BEGIN IMMEDIATE")
-    yield connection
-    connection.close()
-
-
-def test_a_locked_store_is_waited_for(ended: Path, impatient: None, intruder: sqlite3.Connection) -> None:
-    with Store(ended) as store:
-        timer = threading.Timer(0.1, lambda: intruder.execute("ROLLBACK"))
-        timer.start()
-        store.index(0)
-        timer.join()
-        assert store.rows("SELECT number FROM shards") == [{"number": 0}]
-
-
-def test_a_store_that_stays_locked_is_told(ended: Path, impatient: None, intruder: sqlite3.Connection) -> None:
-    with Store(ended) as store, pytest.raises(StoreLocked, match="nothing is lost, the folders beside it hold all"):
-        store.index(0)
-
-
-def test_a_campaign_outlives_a_store_that_is_locked_for_a_while(
-    root: Path, impatient: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    locked: list[int] = []
-    index = Store.index
-
-    def once_locked(store: Store, number: int) -> None:
-        if not locked:
-            locked.append(number)
-            with sqlite3.connect(root / "campaign.sqlite", isolation_level=None) as other:
-                other.execute("BEGIN IMMEDIATE")
-                index(store, number)
-        index(store, number)
-
-    monkeypatch.setattr(Store, "index", once_locked)
-    assert run(root, "wrong", 2) == 1
-    assert locked
-    assert facts_of(root)["shards_ended"] == {"complete": 2}
+    assert command("report", str(ended)).exit_code == 1
+    assert run(ended, "wrong", SHARDS) == 1
 
 
 def test_a_report_leads_to_the_rule_of_each_finding(ended: Path) -> None:
@@ -438,7 +396,7 @@ def test_waived_and_gone(ended: Path) -> None:
 def test_merge_unites_the_shards_of_one_plan(root: Path, tmp_path: Path, undisturbed: Path) -> None:
     halves = tmp_path / "first", tmp_path / "second"
     for i, half in enumerate(halves):
-        settle_plan(half, {}, values_of(plan_of("wrong")))
+        load_or_create_plan(half, {}, values_of(plan_of("wrong")))
         for number in range(i, SHARDS, 2):
             shutil.copytree(shard_folder(undisturbed, number), shard_folder(half, number))
     assert merge(halves, root) == SHARDS
@@ -483,9 +441,9 @@ def test_recheck_tells_what_is_gone(ended: Path, monkeypatch: pytest.MonkeyPatch
 
 # What a person sees --------------------------------------------------------------------------------------------------
 
-SHOWN = Moment(
+SHOWN = CampaignSnapshot(
     facts={"rounds_executed": 1000, "findings": [{}, {}], "coverage": [{"visited": 1, "possible": 4}]},
-    flights=[Flight(number=7, system="mtp", rounds=234, silent_s=2.4, attempts=1)],
+    running=[RunningShard(number=7, system="mtp", rounds=234, silent_s=2.4, attempts=1)],
     rounds_per_s=56.7,
     left_s=3723.0,
     rounds_left=None,
@@ -493,7 +451,7 @@ SHOWN = Moment(
 )
 
 
-def seen(*moments: Moment, terminal: bool = True) -> str:
+def seen(*moments: CampaignSnapshot, terminal: bool = True) -> str:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=100, no_color=True, _environ={})
     display = Display(console)
     with display.open():
@@ -570,7 +528,7 @@ def test_systems_are_named_as_in_every_command(
     root: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], systems: tuple[str, ...]
 ) -> None:
     planned: list[Plan] = []
-    monkeypatch.setattr(campaign_module, "run_campaign", lambda root, plan, *rest: planned.append(plan) or 0)
+    monkeypatch.setattr(commands, "run_campaign", lambda root, plan, *rest: planned.append(plan) or 0)
     given = ["--fault", "skip_refresh", "--draft-tokens", "3", "--draft-tokens", "2", "--device", "cpu"]
     result = command(str(root), "--max-rounds", "48", *options, *given)
     assert result.exit_code == 0, result.exception
@@ -578,7 +536,7 @@ def test_systems_are_named_as_in_every_command(
     assert (plan.systems, plan.fault, plan.drafts) == (systems, "skip_refresh", (3, 2))
     assert read_plan(root) == plan
     with pytest.raises(UsageError, match="--fault: rows_rolled differs from skip_refresh"):
-        settle_plan(root, {"fault": "rows_rolled"}, {})
+        load_or_create_plan(root, {"fault": "rows_rolled"}, {})
 
 
 @pytest.mark.parametrize(
@@ -600,6 +558,6 @@ def test_options_that_contradict_themselves_are_refused_as_in_fuzz(root: Path, o
 
 
 def test_help_names_the_statuses_and_imports_no_torch() -> None:
-    code = "import sys; from fuzz.campaign.campaign import main; sys.exit('torch' in sys.modules)"
+    code = "import sys; from dsa_verify.cli.campaign import main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert "a planted fault was not reported" in command("--help").output

@@ -21,7 +21,7 @@ from fuzz.campaign.campaign import Limits, run_campaign
 from fuzz.campaign.display import Display
 from fuzz.campaign.executors import Pool, open_pool
 from fuzz.campaign.locks import holder
-from fuzz.campaign.plan import settle_plan
+from fuzz.campaign.plan import load_or_create_plan
 from fuzz.campaign.report import report_lines
 from fuzz.campaign.shard_folder import shard_folder
 from fuzz.campaign.supervisor import FolderUnseen, supervise_in_slot
@@ -81,7 +81,9 @@ def test_a_worker_that_is_killed_costs_no_finding_of_a_real_shard(
     limits = Limits(budget_s=None, max_rounds=3 * 64)
 
     def campaign(root: Path, pool: Pool) -> int:
-        return run_campaign(root, settle_plan(root, values, {}), limits, pool, Display(Console(file=io.StringIO())))
+        return run_campaign(
+            root, load_or_create_plan(root, values, {}), limits, pool, Display(Console(file=io.StringIO()))
+        )
 
     root = tmp_path / "cluster"
     cluster = distributed.LocalCluster(

@@ -18,7 +18,7 @@ from dsa_verify.base.errors import HarnessError, UsageError
 from fuzz.campaign import campaign as campaign_module
 from fuzz.campaign import executors
 from fuzz.campaign.executors import Pool, Worker, check_worker, look_around, open_pool
-from fuzz.campaign.plan import read_plan, settle_plan
+from fuzz.campaign.plan import load_or_create_plan, read_plan
 from fuzz.campaign.shard_folder import shard_folder
 from fuzz.campaign.supervisor import FolderUnseen, slot, supervise_in_slot
 
@@ -147,7 +147,7 @@ def test_whoever_does_not_see_the_folder_says_so(tmp_path: Path) -> None:
     with pytest.raises(FolderUnseen, match=words) as unseen:
         supervise_in_slot(spec, folder)
     assert str(pickle.loads(pickle.dumps(unseen.value))) == str(unseen.value)  # from a worker to the campaign
-    settle_plan(tmp_path, values_of(plan_of("right")), {})
+    load_or_create_plan(tmp_path, values_of(plan_of("right")), {})
     with pytest.raises(FolderUnseen):
         supervise_in_slot(spec, folder)
     assert not folder.exists()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import shutil
 import subprocess
 import sys
@@ -17,15 +15,16 @@ from click.testing import CliRunner
 from played import ROUNDS, SHARDS, facts_of, plan_of, run, shown, values_of
 
 from dsa_verify.base import writable as files
+from dsa_verify.cli.campaign import main
+from dsa_verify.contract.finding import Diagnosis
 from fuzz.campaign import campaign as campaign_module
 from fuzz.campaign import supervisor as supervise_module
-from fuzz.campaign.campaign import main
-from fuzz.campaign.index import STORE_FILE, note_recheck
 from fuzz.campaign.locks import held
 from fuzz.campaign.merge import merge
-from fuzz.campaign.plan import settle_plan
+from fuzz.campaign.plan import load_or_create_plan
 from fuzz.campaign.shard_folder import CaseNotSaved, attempts_in, findings_in, read_json, shard_folder, write_json
 from fuzz.campaign.supervisor import _End, _Watch, supervise
+from fuzz.campaign.verdicts import note_recheck
 from fuzz.campaign.worker_main import ORDERLY, STATUS_NO_ROOM, _status_of
 
 pytestmark = pytest.mark.usefixtures("played_shards")
@@ -99,13 +98,7 @@ def test_merge_keeps_what_either_folder_has_found(tmp_path: Path, undisturbed: P
     assert facts_of(Path(begun))["shards_ended"] == {"complete": SHARDS}
 
 
-# Disk and store ------------------------------------------------------------------------------------------------------
-
-
-def test_a_store_that_is_no_database_is_made_again(ended: Path) -> None:
-    before = facts_of(ended)
-    (ended / STORE_FILE).write_bytes(b"not a database, whatever its name says" * 100)
-    assert facts_of(ended) == before
+# Disk ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["result.json", "findings/new.json"])
@@ -115,8 +108,8 @@ def test_what_cannot_be_read_is_told_and_not_passed_over(ended: Path, name: str,
     path.write_bytes(b"\xff\xfe" if text == "\ufffd" else text.encode())
     result = command("report", str(ended))
     assert result.exit_code == 3
-    assert f"shard 0: damaged: {path}: not what this tool wrote" in result.output
-    assert f"shard 0: damaged: {path}: not what this tool wrote" in command("status", str(ended)).output
+    assert f"shard 0: damaged: {path} is corrupt" in result.output
+    assert f"shard 0: damaged: {path} is corrupt" in command("status", str(ended)).output
 
 
 DAMAGED_RESULTS = ({"requested": "many"}, {"ended": {}}, {"canary": [1]}, {"coverage": {"never": 3}})
@@ -131,7 +124,10 @@ def test_a_damaged_shard_hides_no_other(ended: Path, wrong: dict[str, Any]) -> N
     (folder / "attempts").mkdir(exist_ok=True)
     (folder / "attempts" / "0000.json").write_text("{")
     after = facts_of(ended)
-    assert [Path(each["text"].partition(": ")[0]).name for each in after["damage"]] == ["0000.json", "result.json"]
+    assert [Path(each["text"].partition(" is corrupt")[0]).name for each in after["damage"]] == [
+        "0000.json",
+        "result.json",
+    ]
     assert (shown(after), after["shards"]) == (shown(before), SHARDS)
     result = command("report", str(ended))
     assert result.exit_code == 3
@@ -139,27 +135,28 @@ def test_a_damaged_shard_hides_no_other(ended: Path, wrong: dict[str, Any]) -> N
     assert after["rounds_executed"] >= ROUNDS * (SHARDS - 1)
 
 
-def test_a_store_that_another_process_keeps_is_told(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sqlite3
-
-    from fuzz.campaign import index as store_module
-
-    monkeypatch.setattr(store_module, "LOCK_WAIT_S", 0.01)
-    with sqlite3.connect(ended / STORE_FILE, isolation_level=None) as other:
-        other.execute("BEGIN IMMEDIATE")
-        result = command("report", str(ended))
-        other.execute("ROLLBACK")
-    assert getattr(result.exception, "status", None) == 3
-    assert "locked by another process" in str(result.exception)
+@pytest.mark.parametrize("name", ["waivers.json", "rechecks.json"])
+def test_a_file_of_verdicts_that_cannot_be_read_is_told(ended: Path, name: str) -> None:
+    write_json(ended / name, {"key": {}})
+    error = command("report", str(ended)).exception
+    assert getattr(error, "status", None) == 3
+    assert str(error).startswith(f"{ended / name} is corrupt")
 
 
-def test_a_folder_that_cannot_be_written_is_reported_on(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read_only(path: Path) -> object:
-        raise OSError(errno.EROFS, "Read-only file system")
+def test_a_second_file_of_one_finding_is_damaged(ended: Path) -> None:
+    """It would be counted twice."""
+    before, path = facts_of(ended), next(ended.glob("shards/*/findings/*.json"))
+    shutil.copy(path, path.with_name("z.json"))
+    assert [Path(each["text"].partition(" is corrupt")[0]).name for each in facts_of(ended)["damage"]] == ["z.json"]
+    assert shown(facts_of(ended)) == shown(before)
 
+
+def test_a_report_writes_nothing(ended: Path) -> None:
+    """The folder may be one that cannot be written, or that of a campaign which runs."""
     before = {path: path.stat().st_mtime_ns for path in ended.rglob("*")}
-    monkeypatch.setattr(campaign_module, "held", read_only)
-    result = command("report", str(ended))
+    with held(ended / "campaign.lock"):
+        before[ended / "campaign.lock"] = (ended / "campaign.lock").stat().st_mtime_ns
+        result = command("report", str(ended))
     assert (result.exit_code, "findings; exit status 1" in result.output) == (1, True)
     assert {path: path.stat().st_mtime_ns for path in ended.rglob("*")} == before
 
@@ -201,23 +198,6 @@ def test_a_log_that_is_full_is_no_death(tmp_path: Path) -> None:
         assert process.wait(60) == ORDERLY + 2  # there is no spec.json
 
 
-def test_a_full_disk_under_the_store_is_told(ended: Path) -> None:
-    from fuzz.campaign.index import Store
-
-    with Store(ended) as store:
-        store._connection.execute("PRAGMA max_page_count = 1")
-        store._connection.execute("DELETE FROM sightings")
-        store._connection.execute("VACUUM")
-
-        def fill() -> None:
-            for _ in range(1000):
-                with store._writing():
-                    store._insert("waivers", {"key": os.urandom(2000).hex(), "issue": ""})
-
-        with pytest.raises(campaign_module.HarnessError, match="full; the folders beside it hold all that it did"):
-            fill()
-
-
 def test_a_plan_is_settled_by_one_campaign_at_a_time(tmp_path: Path) -> None:
     root = tmp_path / "campaign"
     root.mkdir()
@@ -237,7 +217,7 @@ def test_a_plan_that_is_wrong_leaves_no_folder(tmp_path: Path) -> None:
 
 
 def folder_of(root: Path, behaviour: str) -> Path:
-    settle_plan(root, values_of(plan_of(behaviour)), {})
+    load_or_create_plan(root, values_of(plan_of(behaviour)), {})
     return shard_folder(root, 0)
 
 
@@ -262,17 +242,17 @@ def test_a_death_is_written_down_before_it_is_explained(tmp_path: Path, monkeypa
 def test_a_subject_that_ends_its_process_is_a_death_whatever_the_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    monkeypatch.setitem(supervise_module.REPEATS, "crashes", 1)
+    monkeypatch.setitem(supervise_module.REPEATS, Diagnosis.CRASHES, 1)
     root = tmp_path / "campaign"
     assert run(root, f"exits with {status}") == 1
     (finding,) = facts_of(root)["findings"]
     assert (finding["diagnosis"], finding["state"]) == ("crashes", "confirmed")
-    assert f"the process was ended with status {status} by what it ran" in finding["sentence"]
+    assert f"the process exited with status {status} (code under test called exit)" in finding["sentence"]
 
 
 def test_what_a_subject_has_started_ends_with_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would keep the shard's lock, so that no repeat could run, and a device's memory."""
-    monkeypatch.setitem(supervise_module.REPEATS, "crashes", 2)
+    monkeypatch.setitem(supervise_module.REPEATS, Diagnosis.CRASHES, 2)
     root = tmp_path / "campaign"
     assert run(root, "leaves a helper and segfaults") == 1
     (finding,) = facts_of(root)["findings"]

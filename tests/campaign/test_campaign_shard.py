@@ -16,7 +16,7 @@ from support import DEVICE, SMALL, EagerDecode, decode_round, setup_of
 from dsa_verify.base.atomic_write import write_whole
 from dsa_verify.base.errors import HarnessError, OutOfMemory
 from dsa_verify.base.out_of_memory import lack_of_memory
-from dsa_verify.contract.finding import Finding
+from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.round import Round
 from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.replay import compilations
@@ -25,11 +25,11 @@ from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.case_file import read_case
 from fuzz.campaign import supervisor as supervise_module
 from fuzz.campaign import worker as shard_work
-from fuzz.campaign.index import Store
 from fuzz.campaign.journal import Journal, JournalledSetup, Stopped
-from fuzz.campaign.plan import Plan, ShardSpec, settle_plan
+from fuzz.campaign.plan import Plan, ShardSpec, load_or_create_plan
 from fuzz.campaign.report import summary
 from fuzz.campaign.shard_folder import ShardResult, findings_in, read_progress, shard_folder
+from fuzz.campaign.state import CampaignState
 from fuzz.campaign.supervisor import supervise
 from fuzz.campaign.worker import work_shard
 from fuzz.reduce import trials as trials_module
@@ -112,14 +112,12 @@ def spec_of(subject: str = "support:EagerDecode", number: int = 0, **rest: Any) 
 
 def work(root: Path, subject: str = "support:EagerDecode", number: int = 0, **rest: Any) -> ShardResult:
     spec = spec_of(subject, number, **rest)
-    settle_plan(root, dataclasses.asdict(spec.plan), {})
+    load_or_create_plan(root, dataclasses.asdict(spec.plan), {})
     return work_shard(spec, shard_folder(root, number), DEVICE)
 
 
 def facts_of(root: Path) -> dict[str, Any]:
-    with Store(root) as store:
-        store.rebuild()
-        return summary(store)
+    return summary(CampaignState.read(root))
 
 
 def test_a_right_subject_has_no_finding_but_the_planted_one(tmp_path: Path) -> None:
@@ -412,8 +410,8 @@ def test_all_findings_are_written_down_before_the_first_is_looked_into(
 def test_a_subject_that_ends_its_process_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By SIGKILL, which is a finding only because it comes back every time. A fault was planted in it as it died, which
     has no part in that."""
-    monkeypatch.setitem(supervise_module.REPEATS, "crashes", 1)
-    settle_plan(tmp_path, dataclasses.asdict(spec_of("test_campaign_shard:EndsItsProcess").plan), {})
+    monkeypatch.setitem(supervise_module.REPEATS, Diagnosis.CRASHES, 1)
+    load_or_create_plan(tmp_path, dataclasses.asdict(spec_of("test_campaign_shard:EndsItsProcess").plan), {})
     environment = {"PYTHONPATH": os.pathsep.join(map(str, (HERE.parent / "support", HERE.parents[1])))}
     spec = spec_of("test_campaign_shard:EndsItsProcess")
     result = supervise(spec, shard_folder(tmp_path, 0), 60.0, environment)

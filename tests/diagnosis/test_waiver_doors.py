@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import sqlite3
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from waiver_support import (
 )
 
 from dsa_verify.base.errors import STATUS_EQUAL, STATUS_MISMATCH, UsageError
+from dsa_verify.cli import campaign
 from dsa_verify.cli import fuzz as fuzz_command
 from dsa_verify.cli import replay as replay_command
 from dsa_verify.contract.geometry import Geometry
@@ -34,12 +34,11 @@ from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.systems.catalogue import SYSTEMS
 from dsa_verify.waivers.waivers import parse_ledger, read_ledger
-from fuzz.campaign import campaign
 from fuzz.campaign import worker as shard_work
-from fuzz.campaign.index import Store
-from fuzz.campaign.plan import Plan, ShardSpec, parse_plan, settle_plan
+from fuzz.campaign.plan import Plan, ShardSpec, load_or_create_plan, parse_plan
 from fuzz.campaign.report import report_lines, summary
 from fuzz.campaign.shard_folder import shard_folder
+from fuzz.campaign.state import CampaignState
 from fuzz.reduce.sensitivity import explain
 from fuzz.reduce.shrink import shrink
 from fuzz.reduce.trials import Signature
@@ -167,12 +166,10 @@ def shard_facts(root: Path, entries: list[dict[str, Any]], number: int, subject:
         batches=(4,),
         waivers=tuple(entries),
     )
-    settled = settle_plan(root, dataclasses.asdict(plan), {})
-    assert settled == settle_plan(root, {}, {}) == plan, "the ledger is part of the plan"
+    settled = load_or_create_plan(root, dataclasses.asdict(plan), {})
+    assert settled == load_or_create_plan(root, {}, {}) == plan, "the ledger is part of the plan"
     shard_work.work_shard(ShardSpec(plan=plan, number=number), shard_folder(root, number), DEVICE)
-    with Store(root) as store:
-        store.rebuild()
-        return summary(store)
+    return summary(CampaignState.read(root))
 
 
 @pytest.fixture
@@ -205,27 +202,20 @@ def test_a_campaign_fails_for_what_is_gone_from_all_its_shards(tmp_path: Path) -
 def test_what_one_shard_has_seen_is_not_gone(tmp_path: Path) -> None:
     from fuzz.campaign.shard_folder import FindingKey, FindingRecord
 
-    settle_plan(tmp_path, {}, {"systems": ("decode",)})
+    load_or_create_plan(tmp_path, {}, {"systems": ("decode",)})
     key = FindingKey(system="decode", subject="x", field=DSA, diagnosis="never written", law=None)
     for number, state in enumerate(("gone", "waived", "gone")):
         record = FindingRecord(key=key, state=state, finding={"sentence": state}, waiver="known")
         record.write(shard_folder(tmp_path, number))
-    with Store(tmp_path) as store:
-        store.rebuild()
-        (finding,) = summary(store)["findings"]
+    (finding,) = summary(CampaignState.read(tmp_path))["findings"]
     assert (finding["state"], finding["issue"], finding["sightings"]) == ("waived", "known", 3)
 
 
 def test_what_was_written_before_there_were_waivers_is_read(tmp_path: Path) -> None:
     plan = {key: value for key, value in Plan(systems=("decode",)).to_dict().items() if key != "waivers"}
     assert parse_plan(plan).waivers is None
-    settle_plan(tmp_path, {}, {"systems": ("decode",)})
-    with sqlite3.connect(tmp_path / "campaign.sqlite") as old:
-        old.execute("CREATE TABLE sightings (key TEXT, shard INTEGER, PRIMARY KEY (key, shard))")
-        old.execute("CREATE VIEW findings AS SELECT key FROM sightings")
-    with Store(tmp_path) as store:
-        store.rebuild()
-        assert summary(store)["findings"] == []
+    load_or_create_plan(tmp_path, {}, {"systems": ("decode",)})
+    assert summary(CampaignState.read(tmp_path))["findings"] == []
 
 
 def test_a_campaign_is_given_a_ledger_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

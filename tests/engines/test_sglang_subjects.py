@@ -17,6 +17,7 @@ from fake_sglang import TREE, importable, lay_out
 from support import DEVICE, EagerDecode, backend, decode_round, setup_of
 
 from dsa_verify.base.errors import STATUS_NOTHING_VERIFIED, STATUS_USAGE, NothingVerified, UsageError
+from dsa_verify.cli.campaign import main as campaign
 from dsa_verify.cli.subjects import engine_lines
 from dsa_verify.contract.layout import Layout
 from dsa_verify.contract.round import Scenario
@@ -34,7 +35,6 @@ from dsa_verify.systems.catalogue import (
     systems_to_run,
 )
 from dsa_verify.systems.engines import ENGINES, EngineSubject, engine_subject
-from fuzz.campaign.campaign import main as campaign
 from fuzz.campaign.plan import Plan
 
 on_cpu = pytest.mark.skipif(DEVICE.type == "cuda", reason="about what a CPU cannot run")
@@ -113,7 +113,7 @@ def test_a_campaign_takes_the_system_from_the_subject(tmp_path: Path, monkeypatc
         seen.append(Plan(**{**default, **given}))
         raise UsageError("enough")
 
-    monkeypatch.setattr("fuzz.campaign.campaign.settle_plan", settle)
+    monkeypatch.setattr("dsa_verify.cli.campaign.load_or_create_plan", settle)
     result = CliRunner().invoke(campaign, ["run", str(tmp_path / "c"), "--subject", "sglang:draft_extend"])
     assert str(result.exception) == "enough"
     assert (seen[0].systems, seen[0].subject) == (("draft_extend",), "sglang:draft_extend")

@@ -56,7 +56,7 @@ class Greedy(_Late):
 def campaign(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     paths = [str(folder), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-    command = [sys.executable, "-m", "fuzz.campaign.campaign", *arguments]
+    command = [sys.executable, "-m", "dsa_verify", "campaign", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
 
 

@@ -59,11 +59,11 @@ class Run:
         self._options += ["--rounds-per-shard", str(ROUNDS), "--max-rounds", str(SHARDS * ROUNDS), "--workers", "1"]
 
     def start(self, root: Path) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "fuzz.campaign.campaign", "run", str(root), *self._options]
+        command = [sys.executable, "-m", "dsa_verify", "campaign", "run", str(root), *self._options]
         return subprocess.Popen(command, env=self._environment, stdout=subprocess.DEVNULL)
 
     def report(self, root: Path) -> dict[str, Any]:
-        command = [sys.executable, "-m", "fuzz.campaign.campaign", "report", str(root), "--json"]
+        command = [sys.executable, "-m", "dsa_verify", "campaign", "report", str(root), "--json"]
         facts: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, check=False).stdout)
         return facts
 

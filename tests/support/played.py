@@ -16,10 +16,10 @@ from dsa_verify.base.atomic_write import write_whole
 from fuzz.campaign.campaign import Limits, run_campaign
 from fuzz.campaign.display import Display
 from fuzz.campaign.executors import Pool, open_pool
-from fuzz.campaign.index import Store
-from fuzz.campaign.plan import Plan, settle_plan
+from fuzz.campaign.plan import Plan, load_or_create_plan
 from fuzz.campaign.report import summary
 from fuzz.campaign.shard_folder import read_progress, shard_folder
+from fuzz.campaign.state import CampaignState
 
 ROUNDS = 48  # of a played shard
 SHARDS = 4  # of the campaign that the fixtures `undisturbed` and `ended` give
@@ -33,7 +33,7 @@ def plan_of(behaviour: str, **rest: Any) -> Plan:
 
 
 def values_of(plan: Plan) -> dict[str, Any]:
-    """As settle_plan takes them."""
+    """As load_or_create_plan takes them."""
     return {name: getattr(plan, name) for name in ("systems", "subject", "rounds_a_shard", "device")}
 
 
@@ -48,7 +48,7 @@ def run(
     said: io.StringIO | None = None,
 ) -> int:
     """Run or resume a campaign in `root`, by `pool` or else two threads; what it says goes to `said`."""
-    plan = settle_plan(root, values_of(plan_of(behaviour)), {})
+    plan = load_or_create_plan(root, values_of(plan_of(behaviour)), {})
     limits = Limits(budget_s=budget_s, max_rounds=shards * ROUNDS, timeout_s=timeout_s)
     display = Display(Console(file=said or io.StringIO(), width=1000))
     if pool is not None:
@@ -58,9 +58,7 @@ def run(
 
 
 def facts_of(root: Path) -> dict[str, Any]:
-    with Store(root) as store:
-        store.rebuild()
-        return summary(store)
+    return summary(CampaignState.read(root))
 
 
 def shown(facts: dict[str, Any]) -> list[tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""Stands in for what a shard does, for tests of what happens around it: processes, folders, the store.
+"""Stands in for what a shard does, for tests of what happens around it: processes, folders, reports.
 
 Python imports this first where its folder is on PYTHONPATH. A shard then takes a fraction of a second, as torch is
 never imported, and writes what a real one writes, in the same order. The plan's `subject` says how it behaves.
