@@ -1,1 +1,1 @@
-"""Eager PyTorch references, one file per system, and the NumPy referee that checks them."""
+"""Eager PyTorch references, one file per system."""

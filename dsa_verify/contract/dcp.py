@@ -11,9 +11,6 @@ from typing import Final
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import Geometry
 
-INDEX_HEAD_DIM: Final = 128
-SCALE_BYTES: Final = 4
-
 # Of a merge in float32: |got - exact| <= MERGE_BOUND * max(|exact|, largest |partial| of the row) for the outputs and
 # <= MERGE_BOUND * max(|exact|, 1) for the log-sum-exp. In units of 2**-23 and with 8 ranks, a weight is off by 2.4 (an
 # approximate exponential 2, its argument 0.4), the sum of 8 weighted outputs by 0.5 + 3.5 more, the sum of the weights
@@ -29,33 +26,6 @@ def local_rows(slots: int, dcp_size: int, dcp_block: int = 1) -> int:
 def shard_pages(geometry: Geometry) -> int:
     """Columns of a rank's page table: its pages of a request as long as the table is wide (contract 8.4)."""
     return -(-geometry.columns // (geometry.page_size * geometry.dcp_size))
-
-
-def index_buf_size(size: int, page: int, dcp_size: int, *, replicated: bool = False) -> int:
-    """Tokens that the replicated index-K of a pool of `size` tokens must hold; a draft pool is `replicated` already
-    and has its size as it is (contract 8.5)."""
-    return size if replicated else (size + page) * dcp_size - page
-
-
-def allocated_pages(index_tokens: int, page: int, *, reuses_topk: bool = False) -> int:
-    """Pages of an index-K buffer of `index_tokens`; a layer that reuses another's top-k has none (contract 8.5)."""
-    return 0 if reuses_topk else (index_tokens + page + 1) // page
-
-
-def index_page_bytes(page: int, pool_size: int, quant_block: int) -> int:
-    """Bytes of one page of index-K: keys of one byte a dimension and a float32 scale a block (contract 8.5)."""
-    return page // pool_size * (INDEX_HEAD_DIM + SCALE_BYTES * (INDEX_HEAD_DIM // quant_block))
-
-
-def check_location(location: int, size: int, page: int, dcp_size: int, *, where: str = "") -> None:
-    """UsageError unless virtual slot `location` fits pools of `size` tokens a rank, which bounds index-K writes as it
-    stands and KV writes by its local row (contract 8.5)."""
-    limit = (size + page) * dcp_size
-    if not 0 <= location < limit:
-        raise UsageError(
-            f"{where}location: {location} is outside 0..{limit - 1}, the virtual slots of {dcp_size} ranks with "
-            f"{size} + {page} rows each; raise the pool size"
-        )
 
 
 def check_dcp_geometry(geometry: Geometry, *, where: str = "") -> None:

@@ -27,14 +27,6 @@ class Preparation(Enum):
     GENERIC = "generic"  # of a backend that is not DSV4
 
 
-class WriteLocations(Enum):
-    """The out_cache_loc that the preparation sees."""
-
-    PER_STEP = "raw per-step tensor"
-    RAW_SLOT = "registry slot, as long as the raw tokens"
-    PADDED_SLOT = "registry slot, as long as the padded tokens"
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GlueConditions:
     """The route depends on these conditions; the defaults are those of an engine.
@@ -104,13 +96,6 @@ def route(release: Release, conditions: GlueConditions) -> Route:
     if raw < bucket and not _glues_padded_batches(release, conditions):
         return Route.EAGER
     return Route.GLUE
-
-
-def write_locations(release: Release, conditions: GlueConditions) -> WriteLocations:
-    """Return which out_cache_loc the preparation sees on its route."""
-    if route(release, conditions) is Route.EAGER:
-        return WriteLocations.PER_STEP
-    return WriteLocations.RAW_SLOT if release is Release.V0_5_23 else WriteLocations.PADDED_SLOT
 
 
 def _glues_padded_batches(release: Release, conditions: GlueConditions) -> bool:

@@ -15,16 +15,6 @@ def graph_tokens(geometry: Geometry, bucket: int) -> int:
     return min(full, geometry.graph_tokens) if geometry.graph_tokens else full
 
 
-def next_graph_tokens(grid: Sequence[int], total: int) -> int:
-    """The smallest of the captured token counts `grid` that holds `total` tokens; UsageError if none does."""
-    holding = [tokens for tokens in grid if tokens >= total]
-    if not holding:
-        raise UsageError(
-            f"verify_lens: {total} tokens exceed the largest graph of {max(grid, default=0)}; verify fewer"
-        )
-    return min(holding)
-
-
 def capture_lens(tokens: int, slots: int, draft_tokens: int) -> tuple[int, ...]:
     """Verify lengths that a graph of `tokens` token rows and `slots` request slots is captured with, the first of them
     getting one more; UsageError unless slots <= tokens <= slots * draft_tokens."""

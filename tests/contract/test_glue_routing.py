@@ -11,10 +11,8 @@ from dsa_verify.contract.glue_route import (
     Preparation,
     Release,
     Route,
-    WriteLocations,
     declares_glue,
     route,
-    write_locations,
 )
 
 OLD, NEW = Release.V0_5_23, Release.PR_47676
@@ -74,18 +72,6 @@ def test_the_generic_switch_covers_full_batches_only(release: Release) -> None:
     assert route(release, GENERIC) is Route.GLUE
     assert route(release, changed(GENERIC, raw_batch=3)) is Route.EAGER
     assert route(release, changed(GENERIC, generic_switch=False)) is Route.EAGER
-
-
-@EVERY
-def test_the_write_locations_that_the_preparation_sees(glued: GlueConditions) -> None:
-    assert write_locations(OLD, glued) is WriteLocations.RAW_SLOT
-    assert write_locations(NEW, glued) is WriteLocations.PADDED_SLOT
-    for release in Release:
-        assert write_locations(release, changed(glued, raw_batch=0)) is WriteLocations.PER_STEP
-    padded = changed(glued, raw_batch=3)
-    assert write_locations(OLD, padded) is WriteLocations.PER_STEP
-    is_generic = glued.preparation is Preparation.GENERIC
-    assert write_locations(NEW, padded) is (WriteLocations.PER_STEP if is_generic else WriteLocations.PADDED_SLOT)
 
 
 CONDITIONS_OF_DRAFT = [

@@ -6,12 +6,12 @@ import re
 
 import pytest
 from hypothesis import Phase, settings
+from state_machine import PROFILES, Machine, machine_of, run
 from support import SMALL, EagerDecode, setup_of
 
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.systems.catalogue import SYSTEMS
 from fuzz.engine.expansion import RoundSpec
-from fuzz.state_machine import PROFILES, Machine, machine_of, run
 
 EAGER = "support:EagerDecode"
 SHORT = settings(PROFILES["ci"], max_examples=3, stateful_step_count=8)

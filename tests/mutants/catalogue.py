@@ -12,8 +12,6 @@ from typing import Final
 from tests.mutants.operators import Edit, apply, edits
 from tests.mutants.reach import ROOT, Door, doors
 
-# What judges nothing in a run: the referees judge the oracles in unit tests.
-_REFEREE: Final = "referee"
 PARTS: Final = {"pipelines": "dsa_verify/subjects/pipelines", "oracles": "oracles"}
 
 
@@ -58,7 +56,6 @@ def catalogue(part: str) -> tuple[Mutant, ...]:
     return tuple(
         mutant
         for path in files
-        if _REFEREE not in path.stem
         for mutant in mutants_of(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
         if mutant.doors("cpu")
     )

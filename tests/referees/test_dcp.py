@@ -16,17 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from referees import dcp as referee
 from support import DEVICE, backend
 
 from dsa_verify.base.errors import STATUS_NOTHING_VERIFIED, UsageError
 from dsa_verify.cli import dcp_ranks
 from dsa_verify.contract.dcp import (
     MERGE_BOUND,
-    allocated_pages,
     check_dcp_geometry,
-    check_location,
-    index_buf_size,
-    index_page_bytes,
     local_rows,
 )
 from dsa_verify.contract.finding import Diagnosis, Finding
@@ -40,7 +37,6 @@ from dsa_verify.subjects.pipelines.dcp import Dcp, Place, PrefixRanges
 from dsa_verify.systems.catalogue import SYSTEMS
 from dsa_verify.systems.dcp import dcp
 from oracles import dcp as oracle
-from oracles import dcp_referee as referee
 
 SIZES = (1, 2, 3, 4, 8)
 INFINITY = math.inf
@@ -100,18 +96,6 @@ def test_lengths_are_counts_of_owned_positions(size: int, block: int) -> None:
         assert oracle.local_range_lengths(starts, lengths, rank, size, block).tolist() == ranges
         chains = [referee.chain_lengths(total, 4, rank, size, block) for total in range(9)]
         assert oracle.chain_lengths(totals, 4, rank, size, block).tolist() == chains
-
-
-def test_sizes_of_replicated_pools() -> None:
-    """Contract 8.5, worked out by hand for 1000 tokens a rank in pages of 64."""
-    assert index_buf_size(1000, 64, 4) == 4192
-    assert index_buf_size(4192, 64, 4, replicated=True) == 4192
-    assert allocated_pages(4192, 64) == 66
-    assert allocated_pages(4192, 64, reuses_topk=True) == 0
-    assert index_page_bytes(64, 4, 128) == 16 * 132
-    check_location((1000 + 64) * 4 - 1, 1000, 64, 4)
-    with pytest.raises(UsageError, match=r"4256 is outside 0\.\.4255"):
-        check_location(4256, 1000, 64, 4)
 
 
 # Writes --------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from referees import basic as referee
+from referees import kpool, schedule
 
 from dsa_verify.buffers.arena import Arena
 from dsa_verify.contract.geometry import Geometry
@@ -14,7 +16,6 @@ from dsa_verify.contract.subject import Inputs
 from dsa_verify.contract.topk_plan import PLAN_RULES
 from dsa_verify.systems.catalogue import SYSTEMS
 from dsa_verify.systems.indexer import WRITE_PLAN
-from oracles import kpool_referee, referee, schedule_referee
 
 DEVICE = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
 BUCKET = 5
@@ -67,10 +68,10 @@ def check(system: str, geometry: Geometry, rng: np.random.Generator) -> None:
     schedule_and_plan(geometry, FULL, contexts, expanded, wanted)
     if geometry.pool_size > 1:
         lists = seq_lens.tolist(), requests.tolist(), slots
-        plan = kpool_referee.expected_write_plan(system, geometry, *lists, accepts.tolist())
+        plan = kpool.expected_write_plan(system, geometry, *lists, accepts.tolist())
         wanted |= {WRITE_PLAN + name: value for name, value in plan.items()}
         if system != "draft_extend":
-            wanted |= kpool_referee.expected_views(system, geometry, *lists)
+            wanted |= kpool.expected_views(system, geometry, *lists)
         pooled = [length // geometry.pool_size for length in expanded]
         names = POOLED_DECODE if system == "decode" else POOLED_DRAFTS
         schedule_and_plan(geometry, names, [max(length, 1) for length in pooled], pooled, wanted)
@@ -90,8 +91,8 @@ def schedule_and_plan(
 ) -> None:
     variant, rules = VARIANTS[geometry.schedule], PLAN_RULES[geometry.plan_rules]
     contexts = [c if isinstance(c, list) else [c] for c in contexts]
-    wanted[names["schedule"]] = schedule_referee.expected(variant, contexts, geometry.multiprocessors)
-    listed = kpool_referee.expected_topk_plan(
+    wanted[names["schedule"]] = schedule.expected(variant, contexts, geometry.multiprocessors)
+    listed = kpool.expected_topk_plan(
         lengths,
         dict(rules.thresholds),
         rules.max_clusters,

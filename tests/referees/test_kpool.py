@@ -8,6 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from referees.extend_plan import DevicePlanner, HostPlanner
+from referees.kpool import (
+    Expected,
+    expected_extend_gather,
+    expected_extend_writes,
+    expected_views,
+    expected_write_plan,
+)
 from support import DEVICE, backend
 
 from dsa_verify.base.errors import UsageError
@@ -23,15 +31,7 @@ from dsa_verify.contract.subject import Inputs
 from dsa_verify.replay.compilations import count_compilations
 from dsa_verify.subjects.pipelines.kpool import update_pooled_views, update_write_plan
 from dsa_verify.systems.catalogue import SYSTEMS
-from oracles.extend_plan import DevicePlanner, HostPlanner
 from oracles.kpool import WritePlan, write_pooled_lengths, write_pooled_table
-from oracles.kpool_referee import (
-    Expected,
-    expected_extend_gather,
-    expected_extend_writes,
-    expected_views,
-    expected_write_plan,
-)
 
 MODES: tuple[Mode, ...] = ("decode", "target_verify", "draft_extend")
 DTYPES = {"int64": torch.int64, "int32": torch.int32}

@@ -7,6 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from referees.basic import expected
+from referees.kpool import expected_views, expected_write_plan
 from support import DEVICE, backend, slow_on_cpu
 
 from dsa_verify.base.errors import UsageError
@@ -23,8 +25,6 @@ from dsa_verify.subjects.pipelines.mtp import Destination, Mtp, Sibling, fused_c
 from dsa_verify.systems.catalogue import SYSTEMS
 from dsa_verify.systems.indexer import SCHEDULED_LENGTHS, WRITE_PLAN, scheduled_lengths
 from dsa_verify.systems.mtp import destination_buffers
-from oracles.kpool_referee import expected_views, expected_write_plan
-from oracles.referee import expected
 
 MTP = SYSTEMS["mtp"]
 FIRST, SECOND = "paged_mqa_schedule_metadata", "topk_v2_plan"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
+import referees
 import torch
+from referees.basic import expected
 
 from dsa_verify.buffers.arena import GUARD_WORD, Arena
 from dsa_verify.buffers.region import LOUD_WORD
@@ -18,7 +22,6 @@ from dsa_verify.graphs import open_backend
 from dsa_verify.systems import basic
 from oracles.decode import DecodeOracle
 from oracles.draft_extend import DraftExtendOracle
-from oracles.referee import expected
 from oracles.target_verify import TargetVerifyOracle
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -320,3 +323,13 @@ def test_referee_wraps_sums_into_int32():
     geometry = Geometry.resolve("tiny", {"table_width": 1})
     got = expected("decode", geometry, [2**30] * 5, [1] * 5, None, np.ones((2, 1), np.int64), 5)
     assert got["cu_seqlens_k"][0].tolist() == [0, 2**30, -(2**31), -(2**30), 0, 2**30]
+
+
+def test_no_referee_imports_an_oracle() -> None:
+    files = sorted(Path(referees.__file__).parent.glob("*.py"))
+    assert len(files) > 6
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not any(module.partition(".")[0] == "oracles" for module in modules), path.name

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from referees.padded import expected_padded
 from support import DEVICE
 
 from dsa_verify.base.errors import UsageError
@@ -29,7 +30,6 @@ from fuzz.engine.expansion import expand
 from fuzz.engine.strategies import spec_at
 from fuzz.engine.world import World
 from oracles.padded import PaddedOracle
-from oracles.padded_referee import expected_padded
 
 MODES = [(mode, n) for mode in PADDED_MODES for n in ((1,) if mode == "decode" else (2, 4, 6))]
 PAD_SLOT_IN_WINDOW = 5  # full_to_swa[0], distinguishable from slot 0 itself
@@ -380,7 +380,9 @@ def test_floors_lie_below_in_and_above_the_window(source: str) -> None:
     elif source == "world":
         rounds = World(SYSTEMS["padded"], geometry, (6, 2), 1).rounds(150)
     else:
-        rounds = [expand(spec_at(2, i, SYSTEMS["padded"], geometry, (6, 2)), "padded", geometry) for i in range(150)]
+        rounds = [
+            expand(spec_at(2, i, SYSTEMS["padded"], geometry, (6, 2)), SYSTEMS["padded"], geometry) for i in range(150)
+        ]
     seen = set()
     for round_ in rounds:
         assert round_.replay_floors is not None

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from ragged_bench import RAGGED, Bench
+from referees.graph_keys import accepts, key_of, next_graph_tokens
+from referees.ragged import captured, graph_of, padded
 from support import backend, small
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.finding import Diagnosis
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.graph_keys import accepts, key_of
-from dsa_verify.contract.ragged import capture_lens, graph_tokens, next_graph_tokens, padded_to_bucket
+from dsa_verify.contract.ragged import capture_lens, graph_tokens, padded_to_bucket
 from dsa_verify.contract.round import Round
 from dsa_verify.contract.subject import Buffers, Inputs, Subject
 from dsa_verify.diagnosis.confirm import confirm
@@ -24,7 +25,6 @@ from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.pipelines.ragged_verify import RaggedVerify
 from dsa_verify.systems.ragged_verify import ragged_verify
-from oracles.ragged_referee import captured, graph_of, padded
 from oracles.ragged_verify import RaggedVerifyOracle
 
 K02_GRID, K02_WIDTH = (1, 32, 192), 6

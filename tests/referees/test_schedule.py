@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 import torch
+from referees.schedule import expected, lay_out
 from support import DEVICE, backend
 
 from dsa_verify.base.errors import UsageError
@@ -29,7 +30,6 @@ from dsa_verify.judge.schedule_laws import Fault, Law, LawBreak, ScheduleLaw
 from dsa_verify.subjects.adapters import deep_gemm
 from dsa_verify.subjects.pipelines.schedule import MAX_ROWS, build_schedule
 from oracles.schedule import schedule
-from oracles.schedule_referee import expected, lay_out
 
 MANY = pytest.param(5000, marks=pytest.mark.slow)  # what the laws were accepted on
 REFEREE_EVERY = 8

@@ -7,13 +7,13 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from referees.kpool import B200_THRESHOLDS, H200_THRESHOLDS, expected_topk_plan
 from support import DEVICE, backend
 
 from dsa_verify.contract.topk_plan import B200, H200, TINY, TINY_LOW, PlanRules
 from dsa_verify.replay.compilations import count_compilations
 from dsa_verify.subjects.pipelines import topk_plan
 from dsa_verify.subjects.pipelines.topk_plan import TopkPlanBuilder
-from oracles.kpool_referee import B200_THRESHOLDS, H200_THRESHOLDS, expected_topk_plan
 from oracles.topk_plan import UNUSED, PlanTable, is_written, plan
 
 POISON = -0x61616162

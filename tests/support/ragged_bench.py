@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from referees.ragged import expected_ragged
 from support import DEVICE
 
 from dsa_verify.buffers.arena import GUARD_WORD, TORCH_DTYPES, Arena
@@ -14,7 +15,6 @@ from dsa_verify.contract.round_table import token_slots
 from dsa_verify.contract.subject import Inputs, Subject
 from dsa_verify.systems.catalogue import SYSTEMS
 from dsa_verify.systems.ragged_verify import ragged_verify
-from oracles.ragged_referee import expected_ragged
 from oracles.ragged_verify import RaggedVerifyOracle
 
 RAGGED = SYSTEMS["ragged_verify"]

@@ -279,7 +279,7 @@ def preamble(setup: ReplaySetup) -> str:
     arguments = ", ".join(map(repr, (*names, str(setup.backend.device))))
     return (
         "from fuzz.engine.expansion import RoundSpec\n"
-        f"from fuzz.state_machine import machine_for; Machine = machine_for({arguments})"
+        f"from state_machine import machine_for; Machine = machine_for({arguments})"
     )
 
 

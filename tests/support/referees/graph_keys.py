@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.ragged import capture_lens
 
 
@@ -37,3 +38,13 @@ def accepts(key: GraphKey, verify_lens: Sequence[int]) -> str | None:
         if length > capacity:
             return f"request {slot} verifies {length} tokens, its slot was captured with {capacity}"
     return None
+
+
+def next_graph_tokens(grid: Sequence[int], total: int) -> int:
+    """The smallest of the captured token counts `grid` that holds `total` tokens; UsageError if none does."""
+    holding = [tokens for tokens in grid if tokens >= total]
+    if not holding:
+        raise UsageError(
+            f"verify_lens: {total} tokens exceed the largest graph of {max(grid, default=0)}; verify fewer"
+        )
+    return min(holding)
