@@ -367,7 +367,7 @@ def test_a_kill_at_any_moment_is_never_status_0_and_loses_no_finding(tmp_path: P
             strike_in(-WARM_UPS - 1, folder)
             (folder / "test_mine.py").write_text(TESTS)
             processes.append((folder, start(folder, *command)))
-            moments.append((time.monotonic() + draw.uniform(0.5, 12), draw.random() < 0.5))
+            moments.append((time.monotonic() + draw.uniform(0.5, 8), draw.random() < 0.5))
         for (folder, process), (moment, is_child) in sorted(zip(processes, moments, strict=True), key=lambda x: x[1]):
             time.sleep(max(moment - time.monotonic(), 0))
             children = children_of(process.pid)

@@ -54,7 +54,7 @@ OF_ONE = {
 overrides = st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in VALUES.items()})
 
 
-@settings(max_examples=20, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     name=st.sampled_from(sorted(SYSTEMS)),
     pooled=st.booleans(),
