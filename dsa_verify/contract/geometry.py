@@ -178,6 +178,11 @@ class Geometry:
         return Geometry.resolve(self.preset, {**self.overrides(), **changes})
 
     def _check(self, where: str) -> None:
+        self._check_each(where)
+        self._check_together(where)
+
+    def _check_each(self, where: str) -> None:
+        """UsageError for a value that no other makes legal."""
         limits: tuple[tuple[str, int, int], ...] = (
             ("context", 1, MAX_CONTEXT_TOKENS),
             ("page_size", 1, 1024),
@@ -224,6 +229,9 @@ class Geometry:
                 raise UsageError(f"{where}{name}: {getattr(self, name)!r} is not one of {', '.join(choices)}")
         if self.architecture not in (90, 100):
             raise UsageError(f"{where}architecture: {self.architecture} is not 90 or 100")
+
+    def _check_together(self, where: str) -> None:
+        """UsageError for values that do not fit one another."""
         if self.indexer:
             if VARIANTS[self.schedule].indices is Indices.MANDATORY:
                 raise UsageError(f"{where}schedule: {self.schedule} needs indices, which no system passes; use another")
