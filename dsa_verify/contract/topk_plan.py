@@ -45,10 +45,11 @@ B200: Final = PlanRules(
     max_clusters=33,
 )
 # Not devices: every branch within reach of the lengths and batches of the `tiny` geometries. The floor is above the
-# smallest threshold in one, and hides it, and below all of them in the other, where a smaller one would show.
+# smallest threshold in one, and hides it, and below all of them in the other, where a smaller one would show. The other
+# has a single cluster, so that a plan is written from two rows on.
 _WITHIN_REACH: Final = ((8, 1), (24, 2), (48, 3), (72, 4), (96, 5))
 TINY: Final = PlanRules(name="tiny", thresholds=_WITHIN_REACH, max_clusters=2, floor=16)
-TINY_LOW: Final = PlanRules(name="tiny_low", thresholds=_WITHIN_REACH, max_clusters=2, floor=4)
+TINY_LOW: Final = PlanRules(name="tiny_low", thresholds=_WITHIN_REACH, max_clusters=1, floor=4)
 
 PLAN_RULES: Final = {rules.name: rules for rules in (H200, B200, TINY, TINY_LOW)}
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from dsa_verify.contract.dcp import MERGE_BOUND, check_dcp_geometry, local_rows, shard_pages
 from dsa_verify.contract.edge_kind import EdgeKind
-from dsa_verify.contract.geometry import LOG_BASES, Geometry
+from dsa_verify.contract.geometry import LOG_BASES, SCALED_DOWN_PRESETS, Geometry
 from dsa_verify.contract.layout import Compare, Field, Layout, Lifetime, Row
 from dsa_verify.contract.static_inputs import KV_WORDS, StaticInput
 from dsa_verify.contract.system import OF_OTHERS, Dealer, Fields, System
@@ -156,11 +156,19 @@ def _derive(
 
 
 def _turn(geometry: Geometry, i: int, fixed: frozenset[str]) -> Fields:
-    """Ranks and the base of logarithms; of our own pipelines in half of the configurations blocks of a page."""
+    """Ranks and the base of logarithms; of our own pipelines in half of the configurations blocks of a page, and in a
+    quarter a top-k that fills no block of columns."""
     found: dict[str, object] = {"dcp_size": SIZES[i % len(SIZES)], "log_base": LOG_BASES[i % 2]}
     if OF_OTHERS not in fixed:
         found["dcp_block"] = (1, geometry.page_size)[i // 2 % 2]
+        if i % 4 == 3:
+            found["topk"] = _ragged_topk(geometry)
     return found
+
+
+def _ragged_topk(geometry: Geometry) -> int:
+    """A top-k that is no power of two, and that a geometry of this size may have."""
+    return min(192, geometry.topk * 3 // 4)
 
 
 def _units(geometry: Geometry) -> tuple[int, ...]:
@@ -173,6 +181,8 @@ def _deal(dealer: Dealer, geometry: Geometry) -> Fields:
     found = {"dcp_size": dealer.deal("dcp_size", sizes or [1]), "log_base": dealer.deal("log_base", LOG_BASES)}
     if not dealer.engine:
         found["dcp_block"] = dealer.deal("dcp_block", (1, geometry.page_size))
+    if dealer.ours and geometry.preset not in SCALED_DOWN_PRESETS:  # those have another top-k in their turn anyway
+        found["topk"] = dealer.deal("topk", (geometry.topk, _ragged_topk(geometry)))
     return found
 
 

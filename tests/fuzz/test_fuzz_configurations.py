@@ -11,7 +11,7 @@ import pytest
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import INDEX_DTYPES, INPUT_VIEWS, LOG_BASES, PADDED_MODES, TABLE_VIEWS, parse_settings
-from dsa_verify.rounds.matrix import Config
+from dsa_verify.rounds.matrix import Config, diagnostic_matrix
 from dsa_verify.systems.catalogue import SYSTEMS, settled_geometry
 from dsa_verify.systems.dcp import SIZES as DCP_SIZES
 from dsa_verify.systems.mtp import STEPS as DRAFT_STEPS
@@ -293,3 +293,13 @@ def test_coverage_can_be_had_of_a_wide_batch() -> None:
     coverage = Coverage(SYSTEMS["ragged_verify"], config.geometry, config.buckets)
     World(SYSTEMS["ragged_verify"], config.geometry, config.buckets, 0, coverage=coverage).rounds(5)
     assert coverage.rounds == 5
+
+
+def test_dcp_of_the_size_of_a_model_has_a_topk_that_fills_no_block() -> None:
+    """Of our own, in `fuzz` and in the matrix; those of others keep what the run says."""
+    known = SYSTEMS["dcp"]
+    for subject, expected in ((None, {192, 2048}), ("a:B", {2048})):
+        configs = [config for seed in range(4) for config in drawn("dcp", seed, "cuda", subject=subject)]
+        assert {config.geometry.topk for config in configs} == expected
+        geometry, fixed = settled_geometry(known, subject, "cuda", None, {})
+        assert {config.geometry.topk for config in diagnostic_matrix(known, geometry, fixed=fixed)} == expected

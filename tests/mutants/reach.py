@@ -22,8 +22,15 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 _PROTOCOL: Final = ("__init__", "allocate", "before_replay", "in_graph")
 _PIPELINES: Final = "dsa_verify.subjects.pipelines."
 
-# Named on the way, and run by no system: none gives a schedule the indices that these are for.
-_OUTSIDE: Final = frozenset({"oracles.schedule:_indexed", "oracles.schedule:_run_cost"})
+# Named on the way, and run by no system: none gives a schedule the indices that two of these are for, and the harness
+# captures what an engine captures by itself.
+_OUTSIDE: Final = frozenset(
+    {
+        "oracles.schedule:_indexed",
+        "oracles.schedule:_run_cost",
+        "dsa_verify.subjects.pipelines.in_graph_verify:InGraphVerify.capture",
+    }
+)
 # These subjects refuse a geometry without an indexer.
 _REFUSING: Final = ("dsa_verify.subjects.pipelines.schedule_life", "dsa_verify.subjects.pipelines.in_graph_verify")
 # What they share with the other systems is shown to those alone: each of their modes runs there.
