@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any, Final
 
@@ -12,6 +13,9 @@ from dsa_verify.contract.links import contract_links
 MEMORY_RULE: Final = "11.3"
 INPUT_RULE: Final = "0.1"
 LAW_RULE: Final = "3.5"
+
+Fact = int | float | str | bool | None
+Facts = Mapping[str, Fact]
 
 
 class Diagnosis(Enum):
@@ -52,17 +56,20 @@ class Diagnosis(Enum):
 class Finding:
     """One thing wrong with a subject.
 
-    `place` names the element: field, request, draft position, page. `law`: the law of contract 3.5 that a schedule
-    breaks first. `section`: where the contract states the rule that is broken; None if only the sentence says so, or
-    nothing does. `round` counts the rounds of the case, `seen_in_round` those of the run that found it, both from 0.
-    `case` is the path of the case file that shows the finding and `reproduce` the command that replays it; both are
-    None until it was written, and where it could not be, `not_saved` is the reason.
+    `cause` is what was recognised (contract/explanation.py), with the `facts` that show it; None where `diagnosis`
+    alone says it. `place` names the element: field, request, draft position, page. `law`: the law of contract 3.5 that
+    a schedule breaks first. `section`: where the contract states the rule that is broken; None if only the sentence
+    says so, or nothing does. `round` counts the rounds of the case, `seen_in_round` those of the run that found it,
+    both from 0. `case` is the path of the case file that shows the finding and `reproduce` the command that replays it;
+    both are None until it was written, and where it could not be, `not_saved` is the reason.
     """
 
     system: str
     subject: str
     diagnosis: Diagnosis
     sentence: str
+    cause: str | None = None
+    facts: Facts = dataclasses.field(default_factory=dict, hash=False)
     field: str | None = None
     bucket: int | None = None
     round: int | None = None

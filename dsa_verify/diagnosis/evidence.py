@@ -8,11 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from dsa_verify.buffers.region import Region
-from dsa_verify.contract.finding import Diagnosis
 from dsa_verify.contract.layout import Field, Layout, Live, Row
 from dsa_verify.contract.owners import Owner, OwnerOf, drawn_for
-
-Explanation = tuple[Diagnosis, str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

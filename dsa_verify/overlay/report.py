@@ -12,11 +12,12 @@ from typing import Any, Final
 import torch
 
 from dsa_verify.buffers.region import Kind
+from dsa_verify.contract.explanation import Cause, Explanation
 from dsa_verify.contract.finding import Diagnosis
 from dsa_verify.contract.layout import Field, Layout, Live
 from dsa_verify.contract.links import contract_links
 from dsa_verify.contract.owners import Owner, OwnerOf
-from dsa_verify.diagnosis.diagnose import describe_place, diagnose_field, shown
+from dsa_verify.diagnosis.diagnose import Diagnosed, diagnose_field
 from dsa_verify.diagnosis.evidence import Evidence, Moment
 from dsa_verify.judge.judge import Difference, Phase, Tally, expected_words, live_words
 from dsa_verify.overlay.inputs import SLOTS_REGION
@@ -83,9 +84,7 @@ def explained(lane: Lane, evidence: Host) -> list[Line]:
             )
             for row, word in wrong.nonzero()[:MAX_ELEMENTS].tolist()
         ]
-        diagnosis, sentence, place = diagnose_field(known, found)
-        if diagnosis is Diagnosis.WRONG_VALUE:
-            diagnosis, sentence = _by_page(known, found[0], diagnosis, sentence)
+        said = _by_page(known, found[0], diagnose_field(known, found))
         lines.append(
             Line(
                 kind="difference",
@@ -93,9 +92,9 @@ def explained(lane: Lane, evidence: Host) -> list[Line]:
                 bucket=lane.bucket,
                 raw_batch=now.raw,
                 field=region.name,
-                sentence=sentence,
-                diagnosis=diagnosis.value,
-                place=place,
+                sentence=said.sentence,
+                diagnosis=said.explanation.kind.value,
+                place=said.place,
                 differing=differing,
                 elements=tuple((d.row, d.column, d.got, d.want) for d in found),
                 section=layout[region.name].section,
@@ -240,20 +239,21 @@ def _owners(lane: Lane, evidence: Host, now: Moment) -> OwnerOf:
     return owner_of
 
 
-def _by_page(known: Evidence, first: Difference, diagnosis: Diagnosis, sentence: str) -> tuple[Diagnosis, str]:
-    """The request whose page or slot the wrong value is, where that says more than what was found."""
+def _by_page(known: Evidence, first: Difference, found: Diagnosed) -> Diagnosed:
+    """Name the request whose page or slot the wrong value is, where that says more than what was found."""
     field = known.layout[first.region.name]
     slots = field.column_step or (known.layout.geometry.page_size if field.name == "page_table" else 0)
     owner_of = known.owner_of
+    if found.explanation.kind is not Diagnosis.WRONG_VALUE:
+        return found
     if not slots or field.column_start or field.live is not Live.TOKENS or owner_of is None:
-        return diagnosis, sentence
+        return found
     owner, batch_row = owner_of(first.got * slots), known.now.batch_row(field, first.row)
     if owner is None or batch_row is None or known.now.requests[batch_row] in owner.rows:
-        return diagnosis, sentence
-    place = describe_place(known, field, first.row, first.column)
-    values = f"is {shown(field, first.got)}, must be {shown(field, first.want)}"
-    why = f"that is token {owner.token} of {owner}"
-    return Diagnosis.REQUEST_MAP, f"{Diagnosis.REQUEST_MAP.value}: {place} {values}: {why}"
+        return found
+    facts = {"what": f"token {owner.token}", "owner": str(owner), "aside": ""}
+    explanation = Explanation(Diagnosis.REQUEST_MAP, Cause.OTHER_REQUEST, facts)
+    return dataclasses.replace(found, explanation=explanation)
 
 
 def _with_open_ranges(layout: Layout) -> Layout:

@@ -168,7 +168,7 @@ def _turn(geometry: Geometry, i: int, fixed: frozenset[str]) -> Fields:
 
 def _ragged_topk(geometry: Geometry) -> int:
     """A top-k that is no power of two, and that a geometry of this size may have."""
-    return min(192, geometry.topk * 3 // 4)
+    return min(192 * geometry.pool_size, geometry.topk * 3 // 4)
 
 
 def _units(geometry: Geometry) -> tuple[int, ...]:

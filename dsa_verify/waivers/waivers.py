@@ -24,6 +24,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.explanation import Cause, Explanation
 from dsa_verify.contract.finding import Diagnosis
 from dsa_verify.contract.geometry import MAX_DRAFT_STEPS, Geometry
 from dsa_verify.contract.system import System
@@ -52,7 +53,7 @@ WAIVABLE: Final = (
 EXACT: Final = frozenset({Diagnosis.NEVER_WRITTEN, Diagnosis.FROZEN})
 
 _REQUIRED: Final = ("id", "subject", "versions", "system", "field", "diagnosis", "reason")
-_OPTIONAL: Final = ("says", "law", "when", "shows")
+_OPTIONAL: Final = ("cause", "subject_says", "law", "when", "shows")
 _ID: Final = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _COMPARISON: Final = re.compile(r"(>=|<=|==|!=|>|<)\s*(\d+)")
 _COMPARE: Final[dict[str, Callable[[Any, Any], bool]]] = {
@@ -82,8 +83,9 @@ class Waiver:
     """One field of one entry of a ledger.
 
     `versions`: (package, PEP 440 specifiers), all of which the subject must be in. `diagnoses`: what its differences
-    are called. `says`: a part of the sentence of each; `law`: the law of contract 3.5 that a schedule must break first;
-    None: whichever. `when`: where the difference exists; `shows`: where a run must show it, or else it is gone.
+    are called. `causes`: what must have been recognised in each; empty: whatever. `subject_says`: a part of what the
+    subject itself says of each. `law`: the law of contract 3.5 that a schedule must break first. `when`: where the
+    difference exists; `shows`: where a run must show it, or else it is gone.
     """
 
     id: str
@@ -93,7 +95,8 @@ class Waiver:
     field: str
     diagnoses: frozenset[Diagnosis]
     reason: str
-    says: str | None = None
+    causes: frozenset[Cause] = frozenset()
+    subject_says: str | None = None
     law: str | None = None
     when: tuple[Condition, ...] = ()
     shows: tuple[Condition, ...] = ()
@@ -111,12 +114,28 @@ class Waiver:
     def covered(self) -> str:
         """What it covers, in words."""
         law = f", breaking the law of {self.law}" if self.law is not None else ""
-        return f"{self.called}{law}{f', and says {self.says!r}' if self.says is not None else ''}"
+        cause = " or ".join(repr(each.value) for each in Cause if each in self.causes)
+        said = f", and of which the subject says {self.subject_says!r}" if self.subject_says is not None else ""
+        return f"{self.called}{law}{f', because of {cause}' if cause else ''}{said}"
+
+    @property
+    def by_diagnosis(self) -> bool:
+        """Whether the diagnosis of a word says alone whether it is what the waiver is for."""
+        return not self.causes and self.subject_says is None
 
     @property
     def sampled(self) -> bool:
         """Whether the device alone cannot say that a word is what the waiver is for, so that rounds are explained."""
-        return self.law is not None or self.says is not None or not self.diagnoses <= EXACT
+        return self.law is not None or not self.by_diagnosis or not self.diagnoses <= EXACT
+
+    def is_for(self, explanation: Explanation, said: str) -> bool:
+        """Return whether an element with that explanation, of which the subject itself said `said`, is what the waiver
+        is for."""
+        return (
+            explanation.kind in self.diagnoses
+            and (not self.causes or explanation.cause in self.causes)
+            and (self.subject_says is None or self.subject_says in said)
+        )
 
     def names(self, system: str, subject: str) -> bool:
         return (self.system, self.subject) == (system, subject)
@@ -343,7 +362,7 @@ def _parse_entry(entry: Mapping[str, Any], where: str) -> list[Waiver]:
             raise UsageError(f"{where}.{key}: unknown; its keys are {', '.join((*_REQUIRED, *_OPTIONAL))}")
         if key not in entry:
             raise UsageError(f"{where}.{key}: missing; every waiver has {', '.join(_REQUIRED)}")
-    for key in ("id", "subject", "system", "reason", "says", "law"):
+    for key in ("id", "subject", "system", "reason", "subject_says", "law"):
         if key in entry and (not isinstance(entry[key], str) or not entry[key].strip()):
             raise UsageError(f"{where}.{key}: {entry[key]!r} is no text; say it in words")
     if not _ID.fullmatch(entry["id"]):
@@ -365,7 +384,8 @@ def _parse_entry(entry: Mapping[str, Any], where: str) -> list[Waiver]:
             field=field,
             diagnoses=frozenset(diagnoses),
             reason=entry["reason"],
-            says=entry.get("says"),
+            causes=_parse_causes(entry.get("cause"), f"{where}.cause"),
+            subject_says=entry.get("subject_says"),
             law=entry.get("law"),
             when=when,
             shows=shows,
@@ -387,6 +407,15 @@ def _parse_diagnosis(text: str, where: str) -> Diagnosis:
     if text not in known:
         raise UsageError(f"{where}: {text!r} is nothing that can be waived; use one of {', '.join(known)}")
     return known[text]
+
+
+def _parse_causes(value: Any, where: str) -> frozenset[Cause]:
+    known = {cause.value: cause for cause in Cause}
+    texts = [] if value is None else _texts(value, where)
+    for text in texts:
+        if text not in known:
+            raise UsageError(f"{where}: {text!r} is unknown; use one of {', '.join(known)}")
+    return frozenset(known[text] for text in texts)
 
 
 def _parse_versions(value: Any, where: str) -> tuple[tuple[str, str], ...]:

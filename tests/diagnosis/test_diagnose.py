@@ -13,12 +13,16 @@ from support import small
 from dsa_verify.buffers.arena import GUARD_WORD
 from dsa_verify.buffers.poison import plausible_words
 from dsa_verify.buffers.region import LOUD_WORD, Kind, Region
+from dsa_verify.contract.explanation import Cause, Explanation
 from dsa_verify.contract.finding import Diagnosis
 from dsa_verify.contract.layout import Layout
 from dsa_verify.contract.owners import Owner, held_in
 from dsa_verify.contract.round_table import token_slots
-from dsa_verify.diagnosis.diagnose import describe_place, diagnose_field, explain_guard
+from dsa_verify.diagnosis.diagnose import Diagnosed, diagnose_field
 from dsa_verify.diagnosis.evidence import Evidence, Moment
+from dsa_verify.diagnosis.other_memory import explain_guard
+from dsa_verify.diagnosis.places import describe_place
+from dsa_verify.diagnosis.sentences import TEMPLATES, reason
 from dsa_verify.judge.judge import Difference, Phase
 from dsa_verify.systems.catalogue import SYSTEMS
 
@@ -103,7 +107,11 @@ def differences_of(name: str, got: list[int], now: Moment | None = None) -> list
 
 def diagnose(*differences: Difference, now: Moment | None = None, earlier: tuple[Moment, ...] = ()) -> tuple:
     evidence = Evidence(layout=layout_of(), now=now or moment(), earlier=earlier, capture=IDLE)
-    return diagnose_field(evidence, differences)
+    return told(diagnose_field(evidence, differences))
+
+
+def told(found: Diagnosed) -> tuple[Diagnosis, str, str]:
+    return found.explanation.kind, found.sentence, found.place
 
 
 def slot(request: int, token: int, step: int = 1) -> int:
@@ -184,7 +192,7 @@ def test_rows_that_share_pages_are_not_taken_for_one_another(prefixes: tuple, go
     now.want["page_table_1"][1] = table[2, : GEOMETRY.columns]
     wrong = difference("page_table_1", 4, got, 8, now=now)
     evidence = Evidence(layout=layout_of(), now=now, earlier=(), capture=IDLE, owner_of=held_in(GEOMETRY, table))
-    assert diagnose_field(evidence, [wrong])[1].endswith(says)
+    assert told(diagnose_field(evidence, [wrong]))[1].endswith(says)
 
 
 def test_a_stale_map_says_with_whom_its_request_shares():
@@ -195,7 +203,7 @@ def test_a_stale_map_says_with_whom_its_request_shares():
         capture=IDLE,
         owner_of=held_in(GEOMETRY, held((6, 8, 3))),
     )
-    _, sentence, _ = diagnose_field(evidence, [difference("page_table_1", 4, slot(8, 8), 8)])
+    _, sentence, _ = told(diagnose_field(evidence, [difference("page_table_1", 4, slot(8, 8), 8)]))
     assert sentence.endswith(
         "request 6, which sat in this batch row in round 3 and shares this page with 8: a stale map"
     )
@@ -221,7 +229,7 @@ def test_rows_taken_for_adjacent(row: int, column: int, got: int, says: str):
     """60 columns and a gap of 64."""
     layout = SYSTEMS["target_verify"].layout(GEOMETRY.replace(table_view="strided"), BUCKET)
     evidence = Evidence(layout=layout, now=moment(), earlier=(), capture=IDLE)
-    _, sentence, _ = diagnose_field(evidence, [difference("page_table_1", row, got, column)])
+    _, sentence, _ = told(diagnose_field(evidence, [difference("page_table_1", row, got, column)]))
     assert re.search(says + r" if they lay 60 apart \(contract 2.2\)$", sentence), sentence
     assert "124 elements behind" in sentence
     assert "apart" not in diagnose(difference("page_table_1", row, got, column))[1], "no gap, no such rows"
@@ -232,9 +240,9 @@ def test_a_table_that_32_bits_do_not_count_is_told(columns: int, wide: bool):
     layout = layout_of()
     field = dataclasses.replace(layout["page_table_1"], shape=(1 << 12, columns))
     evidence = Evidence(layout=dataclasses.replace(layout, fields=(field,)), now=moment(), earlier=(), capture=IDLE)
-    _, sentence, _ = diagnose_field(evidence, [difference("page_table_1", 2, LOUD_WORD, 4)])
-    told = sentence.endswith("4096 rows of 524288 are 2147483648 elements, which 32 bits do not hold (contract 2.2)")
-    assert told is wide
+    _, sentence, _ = told(diagnose_field(evidence, [difference("page_table_1", 2, LOUD_WORD, 4)]))
+    is_told = sentence.endswith("4096 rows of 524288 are 2147483648 elements, which 32 bits do not hold (contract 2.2)")
+    assert is_told is wide
 
 
 def test_the_value_of_an_earlier_round_means_stale():
@@ -343,7 +351,7 @@ def test_one_step_off_means_a_boundary(got: int, why: str):
     geometry = GEOMETRY.replace(page_size=8, pool_size=2, context=99)
     layout = SYSTEMS["target_verify"].layout(geometry, BUCKET)
     evidence = Evidence(layout=layout, now=moment(), earlier=(), capture=IDLE)
-    diagnosis, sentence, _ = diagnose_field(evidence, [difference("cache_seqlens_int32", 1, got)])
+    diagnosis, sentence, _ = told(diagnose_field(evidence, [difference("cache_seqlens_int32", 1, got)]))
     assert (diagnosis, sentence.rpartition(": ")[2]) == (Diagnosis.BOUNDARY, why)
 
 
@@ -359,7 +367,7 @@ def test_the_next_page_of_nobody_means_a_boundary():
     found = []
     for column in range(5):
         first = difference("real_page_table", 4, slot(2, column * 4, 4) + 1, column)
-        found.append(diagnose_field(evidence, [first]))
+        found.append(told(diagnose_field(evidence, [first])))
     assert all(diagnosis is Diagnosis.BOUNDARY for diagnosis, _, _ in found)
     assert any(sentence.endswith("it is the right value +1 page") for _, sentence, _ in found)
 
@@ -480,4 +488,21 @@ def guard_difference(after: str | None, before: str | None, column: int) -> Diff
 )
 def test_a_guard_tells_which_side_was_overrun(after: str | None, before: str | None, column: int, text: str):
     diagnosis = Diagnosis.PAST_THE_END if "past field" in text else Diagnosis.BEFORE_THE_START
-    assert explain_guard(guard_difference(after, before, column), 2) == (diagnosis, text)
+    found = explain_guard(guard_difference(after, before, column), 2)
+    assert (found.kind, reason(found)) == (diagnosis, text)
+
+
+# Words ---------------------------------------------------------------------------------------------------------------
+
+
+def test_every_cause_has_words_and_no_words_are_left_over() -> None:
+    assert set(TEMPLATES) == set(Cause)
+
+
+def test_the_facts_of_a_finding_are_numbers_and_texts() -> None:
+    """So that results hold them as they are."""
+    found = Explanation(Diagnosis.BOUNDARY, Cause.ONE_UNIT_OFF, {"sign": "+", "unit": "page", "size": 4})
+    assert reason(found) == "it is the right value + one page (4)"
+    more = found.with_facts(rows=2, columns=3, elements=6)
+    assert reason(more).endswith("; 2 rows of 3 are 6 elements, which 32 bits do not hold (contract 2.2)")
+    assert found.facts == {"sign": "+", "unit": "page", "size": 4}

@@ -25,7 +25,8 @@ from dsa_verify.contract.finding import Diagnosis
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round
 from dsa_verify.contract.subject import Buffers, Inputs
-from dsa_verify.diagnosis.confirm import Covered, confirm
+from dsa_verify.diagnosis.beyond_waivers import Covered
+from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.judge.schedule_laws import Law
 from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import diagnostic_matrix
@@ -205,32 +206,41 @@ def test_what_a_second_replay_or_another_bucket_changes_is_not_covered() -> None
     assert counts.waived > 0
 
 
-def test_a_waiver_may_say_how_its_difference_is_explained() -> None:
-    """By the diagnosis or by the subject itself."""
-    for says, own in (("+ one token", None), ("one more than it is", "one more than it is")):
-        ledger = ledger_of(Explains, **BOUNDARY, says=says)
-        assert judge(Explains, ledger)[0] == []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Explains, "word", "unlike that" if own else Explains.word)
-            patch.setattr(Explains, "step", 1 if own else 4)
-            (finding,) = judge(Explains, ledger)[0]
-        assert finding.sentence.endswith(f"; waiver known covers only what is boundary, and says {says!r}")
+@pytest.mark.parametrize(
+    "entry, other, covered",
+    [
+        ({"cause": "one unit off"}, {"cause": "one id off"}, "boundary, because of 'one id off'"),
+        (
+            {"cause": ["sum off", "one unit off"]},
+            {"cause": ["sum off", "one id off"]},
+            "boundary, because of 'one id off' or 'sum off'",
+        ),
+        (
+            {"subject_says": "one more than"},
+            {"subject_says": "two more"},
+            "boundary, and of which the subject says 'two more'",
+        ),
+    ],
+    ids=["cause", "causes", "subject_says"],
+)
+def test_a_waiver_may_say_how_its_difference_is_explained(
+    entry: dict[str, Any], other: dict[str, Any], covered: str
+) -> None:
+    """By what was recognised, or by what the subject itself says."""
+    assert judge(Explains, ledger_of(Explains, **BOUNDARY, **entry))[0] == []
+    (finding,) = judge(Explains, ledger_of(Explains, **BOUNDARY, **other))[0]
+    assert (finding.cause, finding.facts["size"]) == ("one unit off", 1)
+    assert finding.sentence.endswith(f"; waiver known covers only what is {covered}")
 
 
 class Explains(OneMore):
-    word, step = "one more than it is", 1
-
-    def in_graph(self) -> None:
-        super().in_graph()
-        self.out[LENGTHS].add_((self.inputs.req_pool_indices > 0).int() * (self.step - 1))
-
     def explain(self, field: str, row: int, column: int, got: int, want: int) -> str | None:
-        return self.word
+        return "one more than it is"
 
 
 def test_what_was_covered_and_lies_there_still_is_not_explained_again() -> None:
     """A field that is written at capture keeps what is wrong in it, and why it is so shows in the round of it only."""
-    lasting = {"field": "cu_seqlens_q", "diagnosis": "out of range", "says": "it came with length 17"}
+    lasting = {"field": "cu_seqlens_q", "diagnosis": "out of range", "subject_says": "it came with length 17"}
     rounds = [decode_round(4, 17, 5), decode_round(4, 9, 5), decode_round(4, 17, 6)]
     setup = ReplaySetup.make(
         SYSTEMS["decode"], small(), (4,), 0, Lasting, None, backend(), ledger_of(Lasting, **lasting)

@@ -21,7 +21,8 @@ from dsa_verify.contract.round_table import (
     token_slots,
 )
 from dsa_verify.contract.subject import Inputs
-from dsa_verify.diagnosis.diagnose import explain_guard
+from dsa_verify.diagnosis.other_memory import explain_guard
+from dsa_verify.diagnosis.sentences import reason
 from dsa_verify.judge.judge import Difference, Phase, expected_words, live_words
 from dsa_verify.rounds.matrix import REMAPS_PER_ROUND, Config
 from dsa_verify.systems.catalogue import SYSTEMS
@@ -323,7 +324,8 @@ def test_gaps_between_columns_are_filled_and_guarded():
     (guard, row, word), (lse, *place) = hits
     assert divmod(row, guard.gaps_per_row) == (1, 5)
     seen = Difference(region=guard, round=0, phase=Phase.REPLAY, row=row, word=word, got=-9, want=0)
-    assert explain_guard(seen, 1) == (
+    found = explain_guard(seen, 1)
+    assert (found.kind, reason(found)) == (
         Diagnosis.PAST_THE_END,
         "wrote 4 bytes between the columns of selection, the first of them behind column 5 of row 1",
     )

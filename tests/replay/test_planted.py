@@ -17,7 +17,7 @@ from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.layout import Compare
 from dsa_verify.contract.round import Round
 from dsa_verify.contract.subject import Buffers, Inputs
-from dsa_verify.diagnosis.diagnose import as_float
+from dsa_verify.diagnosis.places import as_float
 from dsa_verify.replay import planted
 from dsa_verify.replay.bucket import CapturedBucket
 from dsa_verify.replay.replayer import Replayer

@@ -21,7 +21,8 @@ from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.layout import Compare
 from dsa_verify.contract.round import POISONS, Round
 from dsa_verify.contract.schedule_variants import VARIANTS
-from dsa_verify.diagnosis.confirm import confirm, fault_finding, flaky_finding
+from dsa_verify.diagnosis.confirm import confirm
+from dsa_verify.diagnosis.other_findings import fault_finding, flaky_finding
 from dsa_verify.graphs import open_backend
 from dsa_verify.judge.judge import live_words
 from dsa_verify.judge.schedule_laws import ScheduleLaw

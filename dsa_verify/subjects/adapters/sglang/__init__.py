@@ -65,7 +65,7 @@ SUBJECTS: Final[Mapping[str, EngineSubject]] = MappingProxyType(
                 "basic:DraftExtend",
                 "the fused draft-extend kernels, likewise",
                 presets=BASIC_PRESETS,
-                compiles="its ragged form is made anew for each batch and for token totals that are 1 or divisible by 16",
+                compiles="its ragged form is made anew for a batch and for token totals that are 1 or divisible by 16",
             ),
             _subject(
                 "mtp",

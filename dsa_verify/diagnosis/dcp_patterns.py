@@ -9,27 +9,18 @@ from __future__ import annotations
 
 import math
 import re
-import struct
 from collections.abc import Callable
 from typing import Final
 
 import torch
 
-from dsa_verify.contract.finding import Diagnosis
+from dsa_verify.contract.explanation import Cause, Explanation
+from dsa_verify.contract.finding import Diagnosis, Facts
 from dsa_verify.contract.layout import Row
-from dsa_verify.diagnosis.evidence import Element, Evidence, Explanation
+from dsa_verify.diagnosis.evidence import Element, Evidence
+from dsa_verify.diagnosis.places import as_float
 
 _OF_RANK: Final = re.compile(r"rank(\d+)_(\w+)")
-
-
-def entry(evidence: Evidence, name: str, column: int) -> str:
-    """What column `column` of the field `name` is, in words; empty where that says nothing more than its index."""
-    if name == "merged_lse":
-        return f"head {column}"
-    if name == "merged_out":
-        head, dimension = divmod(column, evidence.layout.geometry.head_dim)
-        return f"head {head}, dimension {dimension}"
-    return f"entry {column}"
 
 
 def stored_elsewhere(evidence: Evidence, e: Element) -> Explanation | None:
@@ -37,15 +28,14 @@ def stored_elsewhere(evidence: Evidence, e: Element) -> Explanation | None:
     place = _rank_of(e)
     if e.field.row is not Row.SLOT or place is None:
         return None
-    rank, size = place[0], evidence.layout.geometry.dcp_size
+    rank = place[0]
     found = _slot_zero(evidence, e) or _at_the_virtual_slot(evidence, e, rank) or _of_another_rank(evidence, e, rank)
-    if found is not None:
-        return Diagnosis.WRONG_OWNER, f"{found} (contract 8.2; {size} ranks)"
-    virtual, locations = _virtual(evidence, e.row, rank), evidence.now.inputs.get("out_cache_loc")
-    if not e.row or locations is None or virtual not in locations.tolist():
-        return None
-    text = f"virtual slot {virtual}, which rank {rank} alone stores, has not been stored at its row"
-    return Diagnosis.NEVER_WRITTEN, f"{text} (contract 8.2; {size} ranks)"
+    if found is None:
+        virtual, locations = _virtual(evidence, e.row, rank), evidence.now.inputs.get("out_cache_loc")
+        if not e.row or locations is None or virtual not in locations.tolist():
+            return None
+        found = Explanation(Diagnosis.NEVER_WRITTEN, Cause.NOT_STORED, {"slot": virtual, "owner": rank})
+    return found.with_facts(ranks=evidence.layout.geometry.dcp_size)
 
 
 def reserved_slot(evidence: Evidence, e: Element) -> Explanation | None:
@@ -53,32 +43,30 @@ def reserved_slot(evidence: Evidence, e: Element) -> Explanation | None:
     place = _rank_of(e)
     if e.field.row is not Row.SLOT or place is None or e.row or _virtual(evidence, 0, place[0]):
         return None
-    return Diagnosis.WRONG_VALUE, "that is slot 0, the reserved one, which nothing may write (contract 8.2)"
+    return Explanation(Diagnosis.WRONG_VALUE, Cause.RESERVED_SLOT)
 
 
-def _slot_zero(evidence: Evidence, e: Element) -> str | None:
+def _slot_zero(evidence: Evidence, e: Element) -> Explanation | None:
     """The reserved slot, which is row 0 of rank 0, and of nobody else's pool."""
     locations, rows = (evidence.now.inputs.get(name) for name in ("out_cache_loc", "kv_rows"))
     if e.row or locations is None or rows is None or e.got not in rows[locations == 0, e.column].tolist():
         return None
-    return "that is what the rows of slot 0 hold, which is reserved for padding: nothing may be stored there"
+    return Explanation(Diagnosis.WRONG_OWNER, Cause.RESERVED_SLOT_STORED)
 
 
-def _at_the_virtual_slot(evidence: Evidence, e: Element, rank: int) -> str | None:
+def _at_the_virtual_slot(evidence: Evidence, e: Element, rank: int) -> Explanation | None:
     owner, row = _place(evidence, e.row)
     if (owner, row) == (rank, e.row) or not e.got or _held(evidence, owner, row, e.column) != e.got:
         return None
-    return (
-        f"that is the token of virtual slot {e.row}, which rank {owner} alone stores, at its row {row}: "
-        "it was stored at the virtual slot itself"
-    )
+    facts: Facts = {"slot": e.row, "owner": owner, "row": row}
+    return Explanation(Diagnosis.WRONG_OWNER, Cause.AT_THE_VIRTUAL_SLOT, facts)
 
 
-def _of_another_rank(evidence: Evidence, e: Element, rank: int) -> str | None:
+def _of_another_rank(evidence: Evidence, e: Element, rank: int) -> Explanation | None:
     for other in range(evidence.layout.geometry.dcp_size):
         if other != rank and e.got and _held(evidence, other, e.row, e.column) == e.got:
-            slot = _virtual(evidence, e.row, other)
-            return f"that is the token of virtual slot {slot}, which rank {other} alone stores"
+            facts: Facts = {"slot": _virtual(evidence, e.row, other), "owner": other}
+            return Explanation(Diagnosis.WRONG_OWNER, Cause.TOKEN_OF_ANOTHER_RANK, facts)
     return None
 
 
@@ -99,9 +87,8 @@ def rounded_id(evidence: Evidence, e: Element) -> Explanation | None:
         return None
     slot, kept = int(lost[0]), int(_single(lost[0]))
     moved = _place(evidence, slot)[0] != _place(evidence, kept)[0]
-    where = "which makes another rank its owner" if moved else "which is another row"
-    text = f"that is right for the ids in float32, which holds {slot} as {kept}, {where} (contract 8.3)"
-    return Diagnosis.WRONG_OWNER, text
+    facts: Facts = {"slot": slot, "kept": kept, "other_rank": moved}
+    return Explanation(Diagnosis.WRONG_OWNER, Cause.IDS_IN_FLOAT32, facts)
 
 
 def one_rank_for_all(evidence: Evidence, e: Element) -> Explanation | None:
@@ -112,14 +99,17 @@ def one_rank_for_all(evidence: Evidence, e: Element) -> Explanation | None:
     head = e.column if e.field.name == "merged_lse" else e.column // evidence.layout.geometry.head_dim
     ranks = lses[:, e.row, head].tolist()
     special = [rank for rank, lse in enumerate(ranks) if math.isnan(lse) or lse == math.inf]
-    got, want = (_as_float(word) for word in (e.got, e.want))
+    got, want = (as_float(word) for word in (e.got, e.want))
     if not special or math.isnan(want) or (math.isfinite(got) and got):
         return None
-    said, rank = ", ".join(f"{lse:.6g}" for lse in ranks), special[0]
-    text = f"the ranks' log-sum-exps are {said}: rank {rank}'s {ranks[rank]:g} counts as a rank that has nothing"
-    if any(map(math.isfinite, ranks)):
-        text += ", and must not take the others' part of the merge with it"
-    return Diagnosis.WRONG_VALUE, f"{text} (contract 8.7)"
+    rank = special[0]
+    facts: Facts = {
+        "all": ", ".join(f"{lse:.6g}" for lse in ranks),
+        "rank": rank,
+        "lse": f"{ranks[rank]:g}",
+        "others_count": any(map(math.isfinite, ranks)),
+    }
+    return Explanation(Diagnosis.WRONG_VALUE, Cause.RANK_TAKES_THE_MERGE, facts)
 
 
 def selected_elsewhere(evidence: Evidence, e: Element) -> Explanation | None:
@@ -127,15 +117,19 @@ def selected_elsewhere(evidence: Evidence, e: Element) -> Explanation | None:
     if e.field.name != "selected_slots":
         return None
     if e.got == 0:
-        return Diagnosis.WRONG_VALUE, "that is slot 0, which is no request's"
+        return Explanation(Diagnosis.WRONG_VALUE, Cause.SLOT_ZERO_SELECTED)
     got, want = (evidence.owner(value) for value in (e.got, e.want))
     if got is None or want is None:
         return None
-    if evidence.now.requests[e.row] not in got.rows:
-        said, diagnosis = f"{got}{got.aside}", Diagnosis.REQUEST_MAP
-    else:
-        said, diagnosis = f"the same request{got.aside}", Diagnosis.WRONG_VALUE
-    return diagnosis, f"that is position {got.token} of {said}, expected position {want.token}"
+    others = evidence.now.requests[e.row] not in got.rows
+    facts: Facts = {
+        "position": got.token,
+        "owner": str(got) if others else "the same request",
+        "aside": got.aside,
+        "expected": want.token,
+    }
+    kind = Diagnosis.REQUEST_MAP if others else Diagnosis.WRONG_VALUE
+    return Explanation(kind, Cause.OTHER_POSITION_SELECTED, facts)
 
 
 # Where things lie ----------------------------------------------------------------------------------------------------
@@ -179,12 +173,7 @@ def _shares_in_float32(evidence: Evidence, slots: torch.Tensor, rank: int) -> to
     return torch.where((slots >= 0) & (turn % geometry.dcp_size == rank), _single(row), -1)
 
 
-def _as_float(word: int) -> float:
-    value: float = struct.unpack("<f", struct.pack("<i", word))[0]
-    return value
-
-
-EXPLANATIONS: Final[tuple[Callable[[Evidence, Element], Explanation | None], ...]] = (
+PATTERNS: Final[tuple[Callable[[Evidence, Element], Explanation | None], ...]] = (
     stored_elsewhere,
     reserved_slot,
     rounded_id,
