@@ -22,7 +22,7 @@ from dsa_verify.contract.finding import Diagnosis
 from dsa_verify.contract.geometry import TABLE_GAP, Geometry
 from dsa_verify.contract.round_table import token_slots
 from dsa_verify.contract.static_inputs import KV_WORDS
-from dsa_verify.diagnosis import diagnose as diagnose_module
+from dsa_verify.diagnosis import patterns
 from dsa_verify.rounds import edge_configs as edges_module
 from dsa_verify.rounds.case_file import read_case
 from dsa_verify.rounds.edge_configs import Edge, EdgeKind, edges, why_not_here
@@ -153,7 +153,7 @@ def short_integers(monkeypatch: pytest.MonkeyPatch) -> int:
     limit = 1 << 13
     monkeypatch.setattr(input_memory, "FAR_ELEMENTS", limit)
     monkeypatch.setattr(input_memory, "_LEAD_COLUMNS", 64)
-    monkeypatch.setattr(diagnose_module, "_INT32_END", limit)
+    monkeypatch.setattr(patterns, "INT32_END", limit)
     return limit
 
 
