@@ -6,6 +6,9 @@ A message names the field, the value, the limit and the remedy. A wrong *subject
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Final
+
 STATUS_EQUAL = 0
 STATUS_MISMATCH = 1
 STATUS_USAGE = 2
@@ -13,8 +16,22 @@ STATUS_HARNESS = 3
 STATUS_NOTHING_VERIFIED = 4
 STATUS_DEVICE_LOST = 5
 STATUS_FLAKY = 6
+STATUS_NO_ROOM = 7
 STATUS_OUT_OF_MEMORY = 8
 STATUS_INTERRUPTED = 130
+
+MEANINGS: Final[Mapping[int, str]] = {
+    STATUS_EQUAL: "every round was checked and is equal",
+    STATUS_MISMATCH: "an element differs, or the subject fails, hangs, forks or ends the process",
+    STATUS_USAGE: "the command was used wrongly, or a case file is not valid",
+    STATUS_HARNESS: "the harness or an oracle is broken, or no verdict arrived",
+    STATUS_NOTHING_VERIFIED: "nothing was verified",
+    STATUS_DEVICE_LOST: "the device was lost",
+    STATUS_FLAKY: "a difference was flaky: it did not show again",
+    STATUS_NO_ROOM: "the disk is full, so there is no verdict",
+    STATUS_OUT_OF_MEMORY: "memory ran out, so there is no verdict",
+    STATUS_INTERRUPTED: "the run was interrupted; results so far are saved",
+}
 
 
 class DsaVerifyError(Exception):

@@ -21,6 +21,7 @@ import torch
 import torch.distributed
 
 from dsa_verify.base.errors import STATUS_EQUAL, STATUS_MISMATCH, DsaVerifyError, NothingVerified, UsageError
+from dsa_verify.base.exit_status import exit_status
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import POISONS, Round
 
@@ -52,7 +53,7 @@ def main(backend: str, rounds: int, seed: int) -> None:
         sys.exit(verify(backend, rounds, seed))
     except DsaVerifyError as error:
         print(f"dcp_ranks: {error}", file=sys.stderr, flush=True)
-        sys.exit(error.status)
+        sys.exit(exit_status(error))
 
 
 def verify(backend: str, rounds: int, seed: int) -> int:

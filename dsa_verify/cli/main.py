@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from dsa_verify.base import errors
+from dsa_verify.base.exit_status import exit_status, in_a_line, is_expected
 from dsa_verify.base.small_file import check_case
 from dsa_verify.base.version import own_version
 from dsa_verify.base.writable import check_file, check_folder
@@ -24,19 +25,7 @@ from dsa_verify.run.delivered import LINGER_S, TIMEOUT_S, can_supervise, deliver
 
 Command = Callable[..., Any]
 
-STATUSES = """
-\b
-Exit status:
-  0  every round was checked and is equal
-  1  an element differs, or the subject fails, hangs, forks or ends the process
-  2  the command was used wrongly, or a case file is not valid
-  3  the harness or an oracle is broken, or no verdict arrived
-  4  nothing was verified
-  5  the device was lost
-  6  a difference was flaky: it did not show again
-  8  memory ran out, so there is no verdict
-  130  the run was interrupted; results so far are saved
-"""
+STATUSES = "\b\nExit status:\n" + "\n".join(f"  {status}  {text}" for status, text in errors.MEANINGS.items())
 
 
 def _say_version(context: click.Context, param: click.Parameter, wanted: bool) -> None:
@@ -390,13 +379,13 @@ def _status_of(work: Callable[[], int]) -> int:
         return errors.STATUS_USAGE
     except (click.Abort, KeyboardInterrupt):
         return errors.STATUS_INTERRUPTED
-    except errors.DsaVerifyError as error:
-        click.echo(f"dsa-verify: {error}", err=True)
-        return error.status
     except Exception as error:  # Python's own status for it, 1, says that the subject is wrong
-        traceback.print_exc()
-        click.echo(f"dsa-verify: the harness failed, no verdict: {type(error).__name__}: {error}", err=True)
-        return errors.STATUS_HARNESS
+        if is_expected(error):
+            click.echo(f"dsa-verify: {in_a_line(error)}", err=True)
+        else:
+            traceback.print_exc()
+            click.echo(f"dsa-verify: the harness failed, no verdict: {in_a_line(error)}", err=True)
+        return exit_status(error)
 
 
 if __name__ == "__main__":

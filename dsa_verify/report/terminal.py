@@ -10,13 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from dsa_verify.base.errors import (
-    STATUS_EQUAL,
-    STATUS_HARNESS,
-    STATUS_INTERRUPTED,
-    STATUS_NOTHING_VERIFIED,
-    DsaVerifyError,
-)
+from dsa_verify.base.errors import STATUS_EQUAL, STATUS_NOTHING_VERIFIED
+from dsa_verify.base.exit_status import exit_status, in_a_line, is_expected
 from dsa_verify.contract.finding import Finding
 from dsa_verify.graphs import Backend
 from dsa_verify.report.streams import report_stream
@@ -118,26 +113,26 @@ class Terminal:
         if run.stopped_early:
             self.say("  stopped at the first failing configuration; --keep-going runs them all")
 
-    def error(self, error: DsaVerifyError) -> None:
-        self.say(f"dsa-verify: {error}", BAD)
+    def error(self, error: BaseException) -> None:
+        self.say(f"dsa-verify: {in_a_line(error)}", BAD)
 
     def crash(self, error: BaseException) -> None:
-        self.say(f"dsa-verify: the harness failed, no verdict: {type(error).__name__}: {error}", BAD)
+        self.say(f"dsa-verify: the harness failed, no verdict: {in_a_line(error)}", BAD)
         self._console.print_exception()
 
     def guard(self, work: Callable[[], None]) -> int:
         """Do `work`; what ends it early is said, and the exit status for that is returned: 0 if nothing did."""
         try:
             work()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             self.say("interrupted; results so far are kept")
-            return STATUS_INTERRUPTED
-        except DsaVerifyError as error:
-            self.error(error)
-            return error.status
+            return exit_status(error)
         except (Exception, SystemExit) as error:  # a subject's code may call sys.exit, which is no result
-            self.crash(error)
-            return STATUS_HARNESS
+            if is_expected(error):
+                self.error(error)
+            else:
+                self.crash(error)
+            return exit_status(error)
         return STATUS_EQUAL
 
     def verdict(self, runs: Sequence[Run], status: int) -> None:

@@ -24,6 +24,7 @@ from dsa_verify.base.errors import (
     HarnessError,
     UsageError,
 )
+from dsa_verify.base.exit_status import NO_ROOM
 from dsa_verify.base.writable import check_folder
 from fuzz.campaign.display import CampaignSnapshot, Display, Health, RunningShard
 from fuzz.campaign.executors import Pool
@@ -43,7 +44,6 @@ from fuzz.campaign.shard_folder import (
 )
 from fuzz.campaign.state import CampaignState
 from fuzz.campaign.supervisor import KILL_WAIT_S, STOP_GRACE_S, TIMEOUT_S, give_up, supervise_in_slot
-from fuzz.campaign.worker_main import NO_ROOM
 
 TICK_S: Final = 0.5
 SEE_WAIT_S: Final = 60.0  # in which a network file system shows to one machine what another has written

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dsa_verify.base.atomic_write import write_whole
-from dsa_verify.base.errors import HarnessError
+from dsa_verify.base.errors import STATUS_NO_ROOM, HarnessError
 from dsa_verify.contract.finding import Finding
 
 # Beside the shards.
@@ -201,6 +201,8 @@ def files_of(folder: Path, kind: str) -> list[Path]:
 
 class CaseNotSaved(HarnessError):
     """A finding whose case could not be written: nothing could be made of it, so the shard is to be done anew."""
+
+    status = STATUS_NO_ROOM
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

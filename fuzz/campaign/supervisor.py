@@ -29,6 +29,7 @@ from dsa_verify.base.errors import (
     STATUS_DEVICE_LOST,
     STATUS_EQUAL,
     STATUS_INTERRUPTED,
+    STATUS_NO_ROOM,
     STATUS_OUT_OF_MEMORY,
     STATUS_USAGE,
     HarnessError,
@@ -57,7 +58,7 @@ from fuzz.campaign.shard_folder import (
     signs_of_life,
     write_json,
 )
-from fuzz.campaign.worker_main import ORDERLY, STATUS_NO_ROOM
+from fuzz.campaign.worker_main import ORDERLY
 
 LOG_FILE: Final = "log.txt"
 POLL_S: Final = 0.05

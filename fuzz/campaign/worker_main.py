@@ -10,7 +10,6 @@ watched.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import signal
 import sys
@@ -25,11 +24,12 @@ from dsa_verify.base.errors import (
     STATUS_EQUAL,
     STATUS_HARNESS,
     STATUS_INTERRUPTED,
+    STATUS_NO_ROOM,
     STATUS_OUT_OF_MEMORY,
-    DeviceLost,
     DsaVerifyError,
     UsageError,
 )
+from dsa_verify.base.exit_status import exit_status, in_a_line, is_expected
 from dsa_verify.base.out_of_memory import lack_of_memory
 from fuzz.campaign.locks import held
 from fuzz.campaign.plan import ShardSpec
@@ -37,17 +37,12 @@ from fuzz.campaign.shard_folder import (
     LOCK_FILE,
     REPEAT_FOLDER,
     SPEC_FILE,
-    CaseNotSaved,
     ShardResult,
     read_json,
 )
 
-# Beside those of errors.py, which say what a run means.
-STATUS_NO_ROOM: Final = 7
 # The process ends with its status above this: with any other a subject has ended it.
 ORDERLY: Final = 96
-
-NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def run_shard(spec: ShardSpec, folder: Path) -> ShardResult:
@@ -70,32 +65,29 @@ def repeat_case(case: Path, folder: Path, device: str) -> None:
     replay_step_by_step(case, folder, settled)
 
 
-def exit_status(error: BaseException) -> int:
-    """Return the exit status that `error` stands for, whoever raised it."""
-    if isinstance(error, KeyboardInterrupt):
-        return STATUS_INTERRUPTED
-    if not isinstance(error, DeviceLost) and lack_of_memory(error) is not None:
-        return STATUS_OUT_OF_MEMORY
-    if isinstance(error, CaseNotSaved) or (isinstance(error, OSError) and error.errno in NO_ROOM):
-        return STATUS_NO_ROOM
-    if isinstance(error, DsaVerifyError):
-        return error.status
-    return STATUS_DEVICE_LOST if "CUDA error" in str(error) else STATUS_HARNESS
-
-
 def _status_of(work: Callable[[], None]) -> int:
     """Do `work` and return the exit status. The reason goes to standard error."""
     try:
         work()
         return STATUS_EQUAL
     except BaseException as error:
-        status = exit_status(error)
-        if status == STATUS_HARNESS and not isinstance(error, DsaVerifyError):
+        status = _status(error)
+        if status == STATUS_HARNESS and not is_expected(error):
             with contextlib.suppress(OSError):
                 traceback.print_exc()
         else:
             _say(_reason(error, status))
         return status
+
+
+def _status(error: BaseException) -> int:
+    """Return the exit status of a shard. One whose device answers nothing any more has lost it, whoever says so."""
+    status = exit_status(error)
+    return STATUS_DEVICE_LOST if status == STATUS_HARNESS and _is_of_the_device(error) else status
+
+
+def _is_of_the_device(error: BaseException) -> bool:
+    return not isinstance(error, DsaVerifyError) and "CUDA error" in str(error)
 
 
 def _reason(error: BaseException, status: int) -> str:
@@ -105,7 +97,7 @@ def _reason(error: BaseException, status: int) -> str:
     cause = lack_of_memory(error) if status == STATUS_OUT_OF_MEMORY else None
     if cause is None and (status == STATUS_NO_ROOM or isinstance(error, DsaVerifyError)):
         return str(error)
-    return f"{type(cause or error).__name__}: {cause or error}"
+    return f"{type(cause).__name__}: {cause}" if cause is not None else in_a_line(error)
 
 
 def _say(text: str) -> None:

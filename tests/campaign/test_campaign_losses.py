@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from played import ROUNDS, SHARDS, facts_of, plan_of, run, shown, values_of
 
 from dsa_verify.base import writable as files
+from dsa_verify.base.errors import STATUS_NO_ROOM
 from dsa_verify.cli.campaign import main
 from dsa_verify.contract.finding import Diagnosis
 from fuzz.campaign import campaign as campaign_module
@@ -25,7 +26,7 @@ from fuzz.campaign.plan import load_or_create_plan
 from fuzz.campaign.shard_folder import CaseNotSaved, attempts_in, findings_in, read_json, shard_folder, write_json
 from fuzz.campaign.supervisor import _End, _Watch, supervise
 from fuzz.campaign.verdicts import note_recheck
-from fuzz.campaign.worker_main import ORDERLY, STATUS_NO_ROOM, _status_of
+from fuzz.campaign.worker_main import ORDERLY, _status_of
 
 pytestmark = pytest.mark.usefixtures("played_shards")
 
