@@ -23,6 +23,7 @@ from dsa_verify.base.errors import (
     UsageError,
 )
 from dsa_verify.contract.geometry import parse_settings
+from dsa_verify.systems.catalogue import get_system
 from dsa_verify.systems.engines import engine_subject
 from dsa_verify.waivers.waivers import choose_ledger, read_entries
 from fuzz.campaign.campaign import Limits, run_campaign, writable_folder
@@ -177,6 +178,8 @@ def run(
         Plan(**{**DEFAULTS, **settled}).check()  # a wrong one leaves no folder behind
     with writable_folder(root), held(root / CAMPAIGN_LOCK):  # two that are begun at once must not both write it
         plan = load_or_create_plan(root, settled, DEFAULTS)
+    for name in plan.systems:
+        get_system(name)  # one that is somebody's own is imported here, and by each shard
     limits = Limits(budget_s=budget_s, max_rounds=max_rounds, timeout_s=timeout_s)
     with open_pool(executor, plan.device, workers) as pool:
         display = Display()

@@ -228,7 +228,7 @@ def _make_small(
     if lost:
         terminal.say(f"  the small case could not be saved: {lost}")
         return [facts]
-    terminal.say(f"  reproduce: {replay_command(path, small.scenario.subject, ledger)}")
+    terminal.say(f"  reproduce: {replay_command(path, small.scenario.system, small.scenario.subject, ledger)}")
     return [facts]
 
 

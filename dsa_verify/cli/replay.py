@@ -72,7 +72,9 @@ def run(options: Options, device: torch.device) -> int:
     outputs = [path for path in (options.json_path, options.junit_path) if path is not None]
     if len({path.resolve() for path in outputs}) < len(outputs):
         raise UsageError(f"--junit {options.junit_path}: is the file of --json, too; name another one")
-    scenarios = [read_case(path) for path in options.cases]
+    for name in options.systems if options.cases else ():
+        get_system(name)  # which a case may name then
+    scenarios = [read_case(path, trusts=lambda name: options.trust) for path in options.cases]
     plan = _cases_plan(options, scenarios) if scenarios else _matrix_plan(options, backend)
     if options.trust and (not scenarios or options.subject is not None):
         raise UsageError("--trust: has no effect without a CASE, or where --subject names what runs; leave it out")
@@ -141,7 +143,7 @@ class _Case:
 
     @property
     def system(self) -> str:
-        return self.scenario.system
+        return get_system(self.scenario.system).name
 
     @property
     def label(self) -> str:
@@ -160,6 +162,8 @@ class _Case:
 
 def _cases_plan(options: Options, scenarios: Sequence[Scenario]) -> list[_Case]:
     for name, (flag, absent) in MATRIX_FLAGS.items():
+        if name == "systems" and all(":" in each for each in options.systems):
+            continue  # they only let cases name code
         if getattr(options, name) != absent:
             raise UsageError(f"{flag}: has no effect with a CASE, which says it itself; edit the case, or leave it out")
     for scenario in scenarios if options.subject is None and not options.trust else ():
@@ -192,7 +196,7 @@ def _matrix_plan(options: Options, backend: Backend) -> list[_Matrix]:
         beside = edges(system, geometry, seed=options.seed, fixed=fixed) if options.edges else []
         reasons = [why_not_here(edge, backend.device) for edge in beside]
         configs += [edge.config for edge, why in zip(beside, reasons, strict=True) if why is None]
-        plan.append(_Matrix(system=name, configs=configs, not_run=[why for why in reasons if why is not None]))
+        plan.append(_Matrix(system=system.name, configs=configs, not_run=[why for why in reasons if why is not None]))
     if not plan:
         raise UsageError("--draft-tokens: has no effect in any system that this run covers; leave it out")
     return plan

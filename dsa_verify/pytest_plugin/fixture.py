@@ -107,7 +107,7 @@ class Verification:
         """
         __tracebackhide__ = True
         try:
-            scenario = read_case(Path(path))
+            scenario = read_case(Path(path), trusts=self._trusts)
             if subject is None and not (scenario.subject and self._trusts(scenario.subject)):
                 check_trust(get_system(scenario.system), scenario.subject, TRUST_REMEDY)
             run = self._open(scenario.system, subject if subject is not None else scenario.subject)

@@ -21,7 +21,7 @@ from dsa_verify.graphs import Backend
 from dsa_verify.replay.replayer import Replayer
 from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
 from dsa_verify.subjects.faults import brings_foreign_work, check_field, forgotten_inputs, plant
-from dsa_verify.systems.catalogue import subject_factory
+from dsa_verify.systems.catalogue import reference_of, subject_factory
 from dsa_verify.systems.engines import check_device
 from dsa_verify.waivers.waivers import NO_WAIVERS, Ledger, Waiver
 
@@ -174,7 +174,7 @@ class ReplaySetup:
     def scenario(self, rounds: Sequence[Round], found: str | None = None) -> Scenario:
         """A scenario of `rounds` with what this setup was made of."""
         return Scenario(
-            system=self.system.name,
+            system=reference_of(self.system),
             geometry=self.geometry,
             buckets=self.buckets,
             rounds=tuple(rounds),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,17 +17,22 @@ from dsa_verify.base.small_file import cannot_be_read, check_case
 from dsa_verify.contract.geometry import MAX_BATCH, PRESETS, Geometry
 from dsa_verify.contract.round import CASE_SCHEMA, POISONS, SEED_LIMIT, Round, Scenario, one_floor_each
 from dsa_verify.contract.system import System
-from dsa_verify.systems.catalogue import SYSTEMS
+from dsa_verify.systems.catalogue import SYSTEMS, reference_of, system_of_case
 
 MAX_ROUNDS_IN_A_CASE: Final = 65_536
 MAX_BUCKETS: Final = 64
 MAX_INTEGER_DIGITS: Final = 32  # more than any limit here has
 
 
-def read_case(path: Path) -> Scenario:
+def _nobody(name: str) -> bool:
+    return False
+
+
+def read_case(path: Path, *, trusts: Callable[[str], bool] = _nobody) -> Scenario:
     """The scenario in `path`; UsageError with one line if it is not a valid case.
 
-    The subject that it names is not looked up. Whoever replays the case decides whether to run it (trust.py).
+    The subject that it names is not looked up. Whoever replays the case decides whether to run it (trust.py). A system
+    must be known, since it says what a round is: `trusts(name)` says whether the code that the case names may run.
     """
     check_case(path)
     try:
@@ -36,19 +41,19 @@ def read_case(path: Path) -> Scenario:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise cannot_be_read(path, reason) from error
     try:
-        return parse_case(text, name=path.stem)
+        return parse_case(text, name=path.stem, trusts=trusts)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
 
 
-def parse_case(text: str, *, name: str = "") -> Scenario:
-    """The scenario in the JSON `text`; UsageError names the first path that is wrong."""
+def parse_case(text: str, *, name: str = "", trusts: Callable[[str], bool] = _nobody) -> Scenario:
+    """The scenario in the JSON `text`; UsageError names the first path that is wrong. `trusts`: as in `read_case`."""
     body = _Reader(_load_json(text), "")
     schema = body.integer("schema", 0, 1 << 31)
     if schema != CASE_SCHEMA:
         raise UsageError(f"schema: {schema} is not {CASE_SCHEMA}, the one this version reads; update dsa-verify")
     body.only("schema", "system", "preset", "geometry", "buckets", "seed", "subject", "fault", "found", "rounds")
-    system = SYSTEMS[body.choice("system", list(SYSTEMS))]
+    system = system_of_case(body.get("system", str), trusts) or SYSTEMS[body.choice("system", list(SYSTEMS))]
     overrides = _Reader(body.get("geometry", dict, {}), "geometry")
     overrides.only(*(field.name for field in dataclasses.fields(Geometry) if field.name != "preset"))
     geometry = Geometry.resolve(body.choice("preset", list(PRESETS)), overrides.data, where="geometry.")
@@ -63,7 +68,7 @@ def parse_case(text: str, *, name: str = "") -> Scenario:
     if len(rounds) > MAX_ROUNDS_IN_A_CASE:
         raise UsageError(f"rounds: {len(rounds)} rounds exceed {MAX_ROUNDS_IN_A_CASE}; split the case")
     return Scenario(
-        system=system.name,
+        system=reference_of(system),
         geometry=geometry,
         buckets=buckets,
         rounds=tuple(_read_round(item, f"rounds[{i}]", system, geometry, buckets) for i, item in enumerate(rounds)),

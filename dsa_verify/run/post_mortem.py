@@ -23,7 +23,7 @@ from dsa_verify.contract.round_table import complete_table
 from dsa_verify.rounds.case_file import parse_case
 from dsa_verify.run.delivered import End
 from dsa_verify.systems.catalogue import get_system
-from dsa_verify.systems.trust import subject_options
+from dsa_verify.systems.trust import code_options
 
 # What a process does to itself; others are sent to it, or may be.
 _OWN_SIGNALS: Final = frozenset(
@@ -56,7 +56,7 @@ class Told:
         if self.diagnosis is None or self.scenario is None:
             return None
         return Finding(
-            system=self.scenario.system,
+            system=get_system(self.scenario.system).name,
             subject=self.scenario.subject or "",
             diagnosis=self.diagnosis,
             sentence=self.sentence,
@@ -74,12 +74,13 @@ class Told:
     def stem(self) -> str:
         """The text that the name of the case file begins with."""
         assert self.scenario is not None
-        return f"{self.scenario.system}-{'no-verdict' if self.diagnosis is None else self.diagnosis.value}"
+        kind = "no-verdict" if self.diagnosis is None else self.diagnosis.value
+        return f"{get_system(self.scenario.system).name}-{kind}"
 
     def command(self, path: Path) -> str:
         """Return the command that replays the case at `path`."""
-        subject = self.scenario.subject if self.scenario is not None else None
-        return shlex.join(["dsa-verify", "replay", str(path), *subject_options(subject), *self.options])
+        code = code_options(self.scenario.system, self.scenario.subject) if self.scenario is not None else []
+        return shlex.join(["dsa-verify", "replay", str(path), *code, *self.options])
 
 
 def tell(end: End) -> Told | None:
@@ -127,7 +128,8 @@ def _told(
     scenario, options = None, list[str]()
     if (opened := end.progress.opened) is not None:
         case, options = opened
-        scenario = parse_case(case)
+        # The process that ended has imported a system of a user's own already.
+        scenario = parse_case(case, trusts=lambda name: True)
         scenario = dataclasses.replace(scenario, rounds=tuple(rounds_run(end.progress, scenario)), found=sentence)
     return Told(
         status=status,

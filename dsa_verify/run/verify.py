@@ -36,7 +36,8 @@ from dsa_verify.replay.replayer import Replayer
 from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.replay.subject_stages import SubjectError
 from dsa_verify.rounds.matrix import CHUNK_ROUNDS, is_undefined
-from dsa_verify.systems.trust import subject_options
+from dsa_verify.systems.catalogue import reference_of
+from dsa_verify.systems.trust import code_options
 from dsa_verify.waivers.waivers import Ledger, WaiverUse
 
 # How many of the last rounds a case keeps: the fewest that show the finding again.
@@ -259,13 +260,13 @@ def _with_case(finding: Finding, setup: ReplaySetup, rounds: Sequence[Round], fo
         return dataclasses.replace(finding, not_saved=reason_of(error))
     if path is None:
         return finding
-    command = replay_command(path, setup.subject, setup.ledger)
+    command = replay_command(path, reference_of(setup.system), setup.subject, setup.ledger)
     return dataclasses.replace(finding, case=str(path), reproduce=command)
 
 
-def replay_command(case: Path, subject: str | None, ledger: Ledger) -> str:
-    """What to type to replay `case`, which names `subject`, with the waivers of `ledger`."""
-    return shlex.join(["dsa-verify", "replay", str(case), *subject_options(subject), *ledger.options])
+def replay_command(case: Path, system: str, subject: str | None, ledger: Ledger) -> str:
+    """What to type to replay `case`, which names `system` and `subject`, with the waivers of `ledger`."""
+    return shlex.join(["dsa-verify", "replay", str(case), *code_options(system, subject), *ledger.options])
 
 
 def _stem(finding: Finding) -> str:

@@ -6,7 +6,8 @@ reach the other through this table, and so that listing the systems imports no k
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,7 +16,7 @@ from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.system import OF_OTHERS, OWN_TABLES, System, of_device
 from dsa_verify.systems import dcp, decode, draft_extend, mtp, padded, ragged_verify, target_verify
 from dsa_verify.systems.engines import check_system, engine_subject
-from dsa_verify.systems.trust import installed_subjects
+from dsa_verify.systems.trust import installed_subjects, installed_systems
 
 if TYPE_CHECKING:
     from dsa_verify.contract.subject import SubjectFactory
@@ -29,6 +30,7 @@ OF_THE_SUBJECT: Final = frozenset({"indexer", "architecture", "schedule"})
 
 _SHIPPED: Final = (decode, target_verify, draft_extend, ragged_verify, padded, dcp, mtp)
 SYSTEMS: Final[dict[str, System]] = {module.SYSTEM.name: module.SYSTEM for module in _SHIPPED}
+_REFERENCES: Final[dict[str, str]] = {}  # by name of a system that was found by `module:attribute`, what that was
 
 
 def register(system: System) -> System:
@@ -39,18 +41,43 @@ def register(system: System) -> System:
 
 
 def get_system(name: str) -> System:
-    """The system of this name, or the one that a reference `module:attribute` leads to, which is known by its name from
-    then on. UsageError if there is none."""
-    if ":" in name:
-        from dsa_verify.contract.subject import load_attribute  # imports torch
+    """Return the system of this name, shipped, registered or of an installed package, or the one that a reference
+    `module:attribute` leads to. That one is known by its name from then on, too. UsageError if there is none."""
+    known = next((each for each, reference in _REFERENCES.items() if reference == name), name)
+    if known in SYSTEMS:
+        return SYSTEMS[known]
+    installed = installed_systems()
+    reference = name if ":" in name else installed.get(name)
+    if reference is None:
+        listed = ", ".join([*SYSTEMS, *installed])
+        raise UsageError(f"system {name!r} is unknown; known systems: {listed}; or give module:attribute")
+    from dsa_verify.contract.subject import load_attribute  # imports torch
 
-        found = load_attribute(name)
-        if not isinstance(found, System):
-            raise UsageError(f"system {name!r}: that is a {type(found).__name__}, not a System; name a System")
-        return register(found)
-    if name not in SYSTEMS:
-        raise UsageError(f"system {name!r} is unknown; known systems: {', '.join(SYSTEMS)}")
-    return SYSTEMS[name]
+    found = load_attribute(reference)
+    if not isinstance(found, System):
+        raise UsageError(f"system {name!r}: that is a {type(found).__name__}, not a System; name a System")
+    register(found)
+    _REFERENCES[found.name] = reference
+    return found
+
+
+def reference_of(system: System) -> str:
+    """Return what leads another process to `system`: its name, or the `module:attribute` that it was found by."""
+    return _REFERENCES.get(system.name, system.name)
+
+
+def system_of_case(name: str, trusts: Callable[[str], bool]) -> System | None:
+    """Return the system that a case names; None for a name of nothing. UsageError for a reference to code that is
+    neither shipped nor installed, that nobody has named in this process, and that `trusts` says no to."""
+    installed = installed_systems()
+    if ":" not in name:
+        return get_system(name) if name in SYSTEMS or name in installed else None
+    if name not in {*_REFERENCES.values(), *installed.values()} and not trusts(name):
+        raise UsageError(
+            f"system: {name!r} is neither a shipped system nor an installed one, and a case runs no other code "
+            f"unasked; if you know it, give --system {shlex.quote(name)}, or --trust"
+        )
+    return get_system(name)
 
 
 def systems_to_run(names: Sequence[str], subject: str | None, of_fault: Sequence[str] | None = None) -> list[str]:

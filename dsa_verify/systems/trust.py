@@ -19,6 +19,7 @@ from dsa_verify.base.errors import UsageError
 from dsa_verify.systems.engines import engine_subject, engine_subjects
 
 ENTRY_POINT_GROUP: Final = "dsa_verify.subjects"
+SYSTEM_GROUP: Final = "dsa_verify.systems"
 
 
 class HasSubjects(Protocol):
@@ -31,6 +32,11 @@ class HasSubjects(Protocol):
 def installed_subjects() -> dict[str, EntryPoint]:
     """By name, the subjects of installed packages."""
     return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def installed_systems() -> dict[str, str]:
+    """Return the systems of installed packages: by name, as `module:attribute`."""
+    return {point.name: f"{point.module}:{point.attr}" for point in entry_points(group=SYSTEM_GROUP)}
 
 
 def names_code(reference: str | None) -> bool:
@@ -60,6 +66,7 @@ def check_trust(system: HasSubjects, reference: str | None, remedy: str = "") ->
         )
 
 
-def subject_options(reference: str | None) -> list[str]:
-    """The words with which a replay of a case that names `reference` is allowed to load it."""
-    return ["--subject", str(reference)] if names_code(reference) else []
+def code_options(system: str, subject: str | None) -> list[str]:
+    """Return the words with which a replay of a case that names these is allowed to load them."""
+    options = ["--system", system] if ":" in system else []
+    return options + (["--subject", str(subject)] if names_code(subject) else [])

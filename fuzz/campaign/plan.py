@@ -15,7 +15,7 @@ from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import MAX_BATCH, MAX_DRAFT_TOKENS, PRESETS
 from dsa_verify.systems.catalogue import SYSTEMS
 from dsa_verify.systems.engines import check_system
-from dsa_verify.systems.trust import subject_options
+from dsa_verify.systems.trust import code_options, installed_systems
 from fuzz.campaign.shard_folder import read_json, write_json
 
 PLAN_SCHEMA: Final = 1
@@ -58,7 +58,9 @@ class Plan:
     def check(self) -> None:
         """UsageError for what no shard could run."""
         for system in self.systems:
-            _choice("systems", system, tuple(SYSTEMS))
+            if ":" in system:
+                continue  # code, which only whoever runs shards imports
+            _choice("systems", system, (*SYSTEMS, *installed_systems()))
             check_system(self.subject, system)
         if self.subject == "":
             raise UsageError("subject: empty; name a pipeline, or leave it out")
@@ -91,7 +93,8 @@ class Plan:
     def replay_options(self, root: Path) -> list[str]:
         """The words with which `dsa-verify replay` runs the subject that this plan names, and waives what it does, in
         the campaign of `root`."""
-        words = subject_options(self.subject)
+        words = [word for system in self.systems for word in code_options(system, None)]
+        words += code_options("", self.subject)
         if self.waivers is not None:
             words += ["--waivers", str(root / LEDGER_FILE)] if self.waivers else ["--no-waivers"]
         return [*words, "--allow-compilations"] if self.allow_compilations else words

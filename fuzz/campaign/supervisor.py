@@ -38,6 +38,7 @@ from dsa_verify.base.errors import (
 from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.round import Scenario
 from dsa_verify.rounds.case_file import read_case
+from dsa_verify.systems.catalogue import get_system
 from fuzz.campaign.locks import FolderInUse, Holder, held, holder, owned, this_host
 from fuzz.campaign.plan import PLAN_FILE, Plan, ShardSpec, parse_plan
 from fuzz.campaign.shard_folder import (
@@ -229,7 +230,7 @@ def _explain(spec: ShardSpec, watch: _Watch, end: _End) -> ShardResult | None:
     log = _reason(folder)
     path = _keep(folder, case, kind.value)
     finding = Finding(
-        system=case.system,
+        system=get_system(case.system).name,
         subject=case.subject or "",
         diagnosis=kind,
         sentence=f"{kind.value}: {case.found}, the process {end.words}; {log}",
@@ -286,7 +287,7 @@ def _journalled(folder: Path, fault: str | None) -> Scenario | None:
 def _keep(folder: Path, case: Scenario, kind: str) -> str:
     """Write the case beside those of other findings; its path in the folder."""
     text = dataclasses.replace(case, found=f"{kind} {case.found or ''}".strip()).to_json()
-    stem = f"{case.system}-{kind.replace(' ', '-')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    stem = f"{get_system(case.system).name}-{kind.replace(' ', '-')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
     write_whole(folder / "cases" / f"{stem}.json", text)
     return f"cases/{stem}.json"
 

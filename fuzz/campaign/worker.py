@@ -350,8 +350,8 @@ def _applies(name: str, spec: ShardSpec, setup: JournalledSetup) -> bool:
 
 def replay_step_by_step(case_path: Path, folder: Path, device: torch.device) -> None:
     """Replay the case one round at a time; the progress in `folder` then says in which round the process ended."""
-    case, journal = read_case(case_path), Journal(folder)
     spec = ShardSpec.from_dict(read_json(folder.parent / SPEC_FILE) or {})
+    case, journal = read_case(case_path, trusts=lambda name: name in spec.plan.systems), Journal(folder)
     if case.subject != spec.plan.subject:  # which is trusted: whoever runs the campaign has named it
         check_trust(get_system(case.system), case.subject, "name it in the plan")
     setup = ReplaySetup.make(

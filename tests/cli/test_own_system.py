@@ -1,0 +1,153 @@
+"""A system of a user's own, named by `module:attribute`: every command takes it, its cases replay in another process,
+and a case of somebody else runs no code unasked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from dsa_verify.base.errors import UsageError
+from dsa_verify.rounds.case_file import parse_case, read_case
+from dsa_verify.systems import catalogue, trust
+
+MODULE = """
+import os
+import torch
+from dsa_verify.contract.layout import Field, Layout, Row
+from dsa_verify.contract.system import System
+
+
+def layout(geometry, bucket):
+    given = {"shape": (bucket,), "row": Row.REQUEST, "section": "1.1", "low": 0, "high": 1 << 20}
+    fields = (Field(name="half", **given),)
+    return Layout(system="halves", geometry=geometry, bucket=bucket, tokens=bucket, fields=fields)
+
+
+class Halves:
+    name, extra = "halves", 0
+
+    def allocate(self, geometry, inputs, buffers):
+        self.inputs, self.out, self.replays = inputs, buffers, 0
+
+    def before_replay(self):
+        self.replays += 1
+
+    def in_graph(self):
+        self.out["half"].copy_(self.inputs.seq_lens // 2 + self.extra)
+
+
+class Oracle(Halves): ...
+
+
+class OneMore(Halves):
+    extra = 1
+
+
+class Exits(Halves):
+    def before_replay(self):
+        super().before_replay()
+        if self.replays > 5:
+            os._exit(0)
+
+
+SYSTEM = System(
+    name="halves",
+    summary="half of each length",
+    layout=layout,
+    oracle="own_halves:Oracle",
+    subjects={"triton": "own_halves:Halves"},
+)
+"""
+OWN = "own_halves:SYSTEM"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "own_halves.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), ""])}
+    line = [sys.executable, "-m", "dsa_verify", *arguments]
+    return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_a_finding_of_it_replays_as_its_line_says(folder: Path) -> None:
+    found = command("replay", "--system", OWN, "--subject", "own_halves:OneMore", "--batch", "3", "--rounds", "4")
+    assert found.returncode == 1, found.stdout + found.stderr
+    assert "FOUND in halves (own_halves:OneMore, bucket 3)" in found.stdout
+    (line,) = (line for line in found.stdout.splitlines() if "reproduce:" in line)
+    again = command(*line.split("dsa-verify ")[1].split())
+    assert again.returncode == 1, again.stdout + again.stderr
+    assert "wrong value: half[0]" in again.stdout or "boundary: half[0]" in again.stdout
+
+
+def test_one_that_ends_the_process_is_found_with_its_rounds(folder: Path) -> None:
+    ended = command("replay", "--system", OWN, "--subject", "own_halves:Exits", "--batch", "3", "--rounds", "9")
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "FOUND in halves" in ended.stdout
+    (path,) = (folder / "dsa-findings").glob("*.json")
+    case = json.loads(path.read_text())
+    assert (path.name.startswith("halves-crashes"), case["system"], len(case["rounds"])) == (True, OWN, 5)
+
+
+# Trust ---------------------------------------------------------------------------------------------------------------
+
+
+CASE = json.dumps(
+    {
+        "schema": 1,
+        "system": OWN,
+        "preset": "tiny",
+        "buckets": [2],
+        "seed": 0,
+        "rounds": [{"bucket": 2, "seq_lens": [5, 7], "requests": [1, 2]}],
+    }
+)
+
+
+@pytest.fixture
+def unknown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The module can be imported, and nobody has named it in this process."""
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "own_halves", raising=False)
+    monkeypatch.setattr(catalogue, "SYSTEMS", dict(catalogue.SYSTEMS))
+    monkeypatch.setattr(catalogue, "_REFERENCES", {})
+    return folder
+
+
+def test_a_case_runs_no_system_unasked(unknown: Path) -> None:
+    with pytest.raises(UsageError, match="a case runs no other code unasked; if you know it, give --system own_halves"):
+        parse_case(CASE)
+    assert "own_halves" not in sys.modules
+    assert parse_case(CASE, trusts=lambda name: name == OWN).system == OWN
+
+
+def test_a_case_may_name_a_system_that_the_run_has_named(unknown: Path) -> None:
+    assert catalogue.get_system(OWN).name == "halves"
+    assert parse_case(CASE).system == OWN
+    assert catalogue.get_system("halves") is catalogue.get_system(OWN)
+
+
+def test_the_systems_of_installed_packages_are_free(unknown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("halves", OWN, trust.SYSTEM_GROUP)
+    monkeypatch.setattr(trust, "entry_points", lambda group: [point] if group == trust.SYSTEM_GROUP else [])
+    for name in ("halves", OWN):
+        (unknown / "case.json").write_text(CASE.replace(OWN, name))
+        assert read_case(unknown / "case.json").system == OWN
+    assert catalogue.reference_of(catalogue.get_system("halves")) == OWN
+
+
+def test_what_is_no_system_is_refused_by_name(unknown: Path) -> None:
+    with pytest.raises(UsageError, match=r"'own_halves:Halves': that is a type, not a System; name a System"):
+        catalogue.get_system("own_halves:Halves")
+    with pytest.raises(UsageError, match=r"'halves' is unknown; known systems: decode, .*; or give module:attribute"):
+        catalogue.get_system("halves")
