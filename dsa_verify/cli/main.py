@@ -353,7 +353,7 @@ def main() -> None:
     5. judge: one launch compares everything on the device. `dsa_verify/judge/judge.py`,
        `dsa_verify/judge/law_regions.py`
     6. explain: a difference is replayed from nothing and put into words. `dsa_verify/diagnosis/confirm.py`,
-       `dsa_verify/diagnosis/diagnose.py`
+       `dsa_verify/diagnosis/diagnose.py`, `dsa_verify/diagnosis/sentences.py`
     7. verdict: findings, counts and the exit status are reported. `dsa_verify/run/verify.py`,
        `dsa_verify/run/runner.py`, `dsa_verify/report/terminal.py`
     """
