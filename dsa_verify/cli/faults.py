@@ -9,9 +9,8 @@ from dsa_verify.systems.catalogue import get_system
 
 
 def run(system: str | None) -> None:
-    if system is not None:
-        get_system(system)
-    listed = names(system)
+    """List the faults, those of `system` alone if it is given. UsageError for an unknown system."""
+    listed = names(None if system is None else get_system(system).name)
     width = max(map(len, listed))
     for name in listed:
         fault = FAULTS[name]

@@ -20,7 +20,7 @@ from dsa_verify.contract.system import System
 from dsa_verify.graphs import Backend
 from dsa_verify.replay.replayer import Replayer
 from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
-from dsa_verify.subjects.faults import brings_foreign_work, check_field, forgotten_inputs, plant
+from dsa_verify.subjects.faults import brings_foreign_work, check_field, forgotten_inputs, in_layouts, plant
 from dsa_verify.systems.catalogue import reference_of, subject_factory
 from dsa_verify.systems.engines import check_device
 from dsa_verify.waivers.waivers import NO_WAIVERS, Ledger, Waiver
@@ -91,6 +91,7 @@ class ReplaySetup:
             raise NothingVerified(f"subject {label!r} covers no field of {system.name}: {_reasons(missing)}")
         if fault is not None:
             plant(fault, factory, system.name)
+            fault = in_layouts(fault, layouts)
             check_field(fault, layouts)
         return cls(
             system=system,

@@ -27,7 +27,7 @@ from dsa_verify.replay.subject_stages import SubjectError
 from dsa_verify.rounds.case_file import read_case
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.verify import Counts
-from dsa_verify.subjects.faults import FAULTS, get_fault
+from dsa_verify.subjects.faults import get_fault
 from dsa_verify.systems.catalogue import get_system, settled_geometry
 from dsa_verify.systems.trust import check_trust
 from dsa_verify.waivers.waivers import Ledger, check_names, choose_ledger, parse_ledger
@@ -290,10 +290,10 @@ def _shrunk_elsewhere(key: FindingKey, folder: Path) -> int | None:
 def _canary(spec: ShardSpec, setup: JournalledSetup, folder: Path) -> dict[str, Any]:
     """Plant a fault, chosen by the seed, and see it through. The verdict: "reported"; "masked", if the subject has a
     finding of its own in that place; "missing"."""
-    names = [name for name in CANARIES if _applies(name, spec, setup)]
-    if not names:
+    faults = [fault for name in CANARIES if (fault := _plantable(name, spec, setup)) is not None]
+    if not faults:
         return {"fault": None, "verdict": "missing", "finding": None, "why": "no fault can be planted here"}
-    fault = names[spec.seed % len(names)]
+    fault = faults[spec.seed % len(faults)]
     planted = dataclasses.replace(setup, fault=fault, planted=True)
     result = fuzz(
         planted,
@@ -306,7 +306,7 @@ def _canary(spec: ShardSpec, setup: JournalledSetup, folder: Path) -> dict[str, 
     if not result.findings:
         return {**verdict, "why": f"{result.executed} rounds showed nothing"}
     # What the fault should be called comes first; that it is called so every time is not what is to be shown here.
-    expected = FAULTS[fault].diagnoses
+    expected = get_fault(fault)[0].diagnoses
     for finding in sorted(result.findings, key=lambda each: each.diagnosis not in expected):
         own = _without_fault(finding, setup, folder)
         record = take(own or finding, setup if own else planted, folder)
@@ -335,14 +335,17 @@ def _without_fault(finding: Finding, setup: JournalledSetup, folder: Path) -> Fi
     return None
 
 
-def _applies(name: str, spec: ShardSpec, setup: JournalledSetup) -> bool:
-    if get_fault(name)[1] in {waiver.field for waiver in setup.waivers}:
-        return False  # a waiver might cover what it does
+def _plantable(name: str, spec: ShardSpec, setup: JournalledSetup) -> str | None:
+    """Return the fault as it is planted in what `setup` captures; None where it has no effect, or might be waived."""
+    geometry, buckets = setup.geometry, setup.buckets
     try:
-        ReplaySetup.make(setup.system, setup.geometry, setup.buckets, spec.seed, spec.plan.subject, name, setup.backend)
+        fault = ReplaySetup.make(
+            setup.system, geometry, buckets, spec.seed, spec.plan.subject, name, setup.backend
+        ).fault
     except UsageError:
-        return False
-    return True
+        return None
+    assert fault is not None
+    return None if get_fault(fault)[1] in {waiver.field for waiver in setup.waivers} else fault
 
 
 # A case that ended a process -----------------------------------------------------------------------------------------

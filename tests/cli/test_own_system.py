@@ -99,6 +99,26 @@ def test_one_that_ends_the_process_is_found_with_its_rounds(folder: Path) -> Non
     assert (path.name.startswith("halves-crashes"), case["system"], len(case["rounds"])) == (True, OWN, 5)
 
 
+def test_a_campaign_fuzzes_it(folder: Path) -> None:
+    options = ["--system", OWN, "--subject", "own_halves:OneMore", "--batch", "3", "--rounds-per-shard", "32"]
+    ran = command("campaign", "run", "runs", *options, "--max-rounds", "32", "--workers", "1")
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert "reproduce: dsa-verify replay " in ran.stdout
+    assert f"--system {OWN} --subject own_halves:OneMore" in ran.stdout
+
+
+def test_faults_are_planted_in_it(folder: Path) -> None:
+    """Those that need nothing of a system of ours; the field is the first that replays write."""
+    planted = ["--system", OWN, "--batch", "3", "--rounds", "9"]
+    found = command("replay", *planted, "--fault", "skip_refresh", "--json", "found.json")
+    assert found.returncode == 1, found.stdout + found.stderr
+    (finding,) = json.loads((folder / "found.json").read_text())["findings"]
+    assert (finding["field"], finding["diagnosis"], finding["cause"]) == ("half", "never written", "poison left")
+    refused = command("replay", *planted, "--fault", "wrong_log_base")
+    assert refused.returncode == 2
+    assert "fault 'wrong_log_base' has no effect in halves; it applies to dcp" in refused.stdout + refused.stderr
+
+
 # Trust ---------------------------------------------------------------------------------------------------------------
 
 

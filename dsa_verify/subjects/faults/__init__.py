@@ -27,7 +27,8 @@ _DRAFTS: Final = ("target_verify", "draft_extend")
 class Fault:
     """`wrap(inner, field)` spoils `inner`; `field` is its default target. `diagnoses`: what it may be called.
     `of_input`: the target is a static input, which the engine's preparation (our registry) does not reset. `needs`:
-    what a geometry must have for `field` to be there.
+    what a geometry must have for `field` to be there. `anywhere`: it shows in any system of a user's own, too, in which
+    `field`, where there is none of that name, is the first that replays write.
     """
 
     name: str
@@ -38,6 +39,11 @@ class Fault:
     systems: tuple[str, ...] = _ALL
     of_input: bool = False
     needs: str = ""
+    anywhere: bool = False
+
+    def applies(self, system: str) -> bool:
+        """Return whether the fault can be planted in `system`."""
+        return system in self.systems or (self.anywhere and system not in _shipped())
 
 
 def _fault(name: str, summary: str, wrap: type[Wrapper], *diagnoses: Diagnosis, **rest: object) -> Fault:
@@ -56,6 +62,7 @@ FAULTS: Final[dict[str, Fault]] = {
             D.STALE,
             field="dsa_cache_seqlens_int32",
             systems=(*_ALL, "ragged_verify"),
+            anywhere=True,
         ),
         _fault(
             "not_refreshed",
@@ -65,6 +72,7 @@ FAULTS: Final[dict[str, Fault]] = {
             D.NEVER_WRITTEN,
             field="real_page_table",
             systems=(*_ALL, "ragged_verify"),
+            anywhere=True,
         ),
         _fault(
             "stale_draft_steps",
@@ -184,6 +192,7 @@ FAULTS: Final[dict[str, Fault]] = {
             outputs.PastTheEnd,
             D.PAST_THE_END,
             field="dsa_cu_seqlens_k",
+            anywhere=True,
         ),
         _fault(
             "before_the_start",
@@ -191,6 +200,7 @@ FAULTS: Final[dict[str, Fault]] = {
             outputs.BeforeTheStart,
             D.BEFORE_THE_START,
             field="dsa_cu_seqlens_k",
+            anywhere=True,
         ),
         _fault(
             "wider_bucket_rows",
@@ -205,6 +215,7 @@ FAULTS: Final[dict[str, Fault]] = {
             outputs.OtherBucket,
             D.OTHER_BUCKET,
             field="dsa_cache_seqlens_int32",
+            anywhere=True,
         ),
         _fault(
             "output_replaced",
@@ -212,6 +223,7 @@ FAULTS: Final[dict[str, Fault]] = {
             outputs.OutputReplaced,
             D.BUFFER_REPLACED,
             field="real_page_table",
+            anywhere=True,
         ),
         _fault(
             "second_replay",
@@ -248,6 +260,7 @@ FAULTS: Final[dict[str, Fault]] = {
             "the lengths are advanced in place",
             inputs.InputOverwritten,
             D.INPUT_OVERWRITTEN,
+            anywhere=True,
         ),
         _fault(
             "tail_not_reset",
@@ -257,6 +270,7 @@ FAULTS: Final[dict[str, Fault]] = {
             field="seq_lens",
             systems=(*_ALL, "mtp", "padded", "ragged_verify", "dcp"),
             of_input=True,
+            anywhere=True,
         ),
         _fault(
             "glues_idle",
@@ -272,18 +286,20 @@ FAULTS: Final[dict[str, Fault]] = {
             D.BOUNDARY,
             field="cache_seqlens_int32",
         ),
-        _fault("raises_in_capture", "in_graph raises", conduct.RaisesInCapture, D.RAISES),
+        _fault("raises_in_capture", "in_graph raises", conduct.RaisesInCapture, D.RAISES, anywhere=True),
         _fault(
             "synchronises_in_capture",
             "in_graph reads a length on the host",
             conduct.SynchronisesInCapture,
             D.SYNCHRONISES,
+            anywhere=True,
         ),
         _fault(
             "allocates_in_replay",
             "before_replay keeps a new tensor each time",
             conduct.AllocatesInReplay,
             D.ALLOCATES,
+            anywhere=True,
         ),
         _fault(
             "flaky",
@@ -291,12 +307,14 @@ FAULTS: Final[dict[str, Fault]] = {
             conduct.WrongOnce,
             D.FLAKY,
             field="cache_seqlens_int32",
+            anywhere=True,
         ),
         _fault(
             "lost_device",
             "a replay ends in an illegal memory access",
             conduct.IllegalAccess,
             systems=(*_ALL, "ragged_verify", "mtp", "padded", "dcp"),
+            anywhere=True,
         ),
     )
 }
@@ -304,7 +322,22 @@ FAULTS: Final[dict[str, Fault]] = {
 
 def names(system: str | None = None) -> list[str]:
     """Names of all faults, or of those that apply to `system`."""
-    return [name for name, fault in FAULTS.items() if system is None or system in fault.systems]
+    return [name for name, fault in FAULTS.items() if system is None or fault.applies(system)]
+
+
+def _shipped() -> frozenset[str]:
+    """Return the systems that faults are written for: each has one at least."""
+    return frozenset(system for fault in FAULTS.values() for system in fault.systems)
+
+
+def in_layouts(reference: str, layouts: Sequence[Layout]) -> str:
+    """Return the fault `NAME` with a field of a user's own system, if it needs one that none of `layouts` has."""
+    fault, field = get_fault(reference)
+    own = not fault.of_input and layouts[0].system not in fault.systems and fault.applies(layouts[0].system)
+    if ":" in reference or not field or not own or any(field in layout for layout in layouts):
+        return reference
+    written = (each.name for layout in layouts for each in layout if each.lifetime is not Lifetime.CAPTURE)
+    return f"{reference}:{next(written, field)}"
 
 
 def get_fault(reference: str) -> tuple[Fault, str]:
@@ -358,7 +391,7 @@ def systems_of(reference: str | None) -> tuple[str, ...] | None:
 def plant(reference: str, factory: SubjectFactory, system: str | None = None) -> SubjectFactory:
     """A factory of subjects with the fault `NAME` or `NAME:FIELD` planted in what `factory` makes."""
     fault, field = get_fault(reference)
-    if system is not None and system not in fault.systems:
+    if system is not None and not fault.applies(system):
         raise UsageError(f"fault {fault.name!r} has no effect in {system}; it applies to {', '.join(fault.systems)}")
     siblings: list[Wrapper] = []
 
