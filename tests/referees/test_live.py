@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsa_verify.contract.batch import Batch
-from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.geometry import PADDED_MODES, Geometry
 from dsa_verify.contract.live import live_candidates, live_tokens, owned_rows, owners
 from dsa_verify.systems.catalogue import SYSTEMS
 
@@ -18,11 +18,13 @@ COUNTS = ("extend_lens", "accept_lens", "verify_lens")
 
 
 def says(system: str, raw: int, bucket: int, lens: dict[str, list[int]]) -> list[int]:
-    """Token rows of each batch row of the bucket (contract 1.1 to 1.3, 9)."""
+    """Token rows of each batch row of the bucket (contract 1.1 to 1.3, 7.1, 9)."""
     if system == "draft_extend":
         return [lens["extend_lens"][b] for b in range(bucket)]
+    if system == "padded draft_block":
+        return [N - 1] * bucket
     if system != "ragged_verify":
-        return [1 if system in ("decode", "mtp", "dcp") else N] * bucket
+        return [1 if system in ("decode", "mtp", "dcp", "padded decode") else N] * bucket
     rows, left = [0] * bucket, bucket * N
     for b in range(raw):
         rows[b] = lens["verify_lens"][b]
@@ -60,28 +62,33 @@ def batches(draw: st.DrawFn) -> list[tuple[int, int, list[int], dict[str, list[i
 
 
 @pytest.mark.parametrize("xp", [np, torch], ids=["numpy", "torch"])
-@pytest.mark.parametrize("system", ["decode", "target_verify", "draft_extend", "ragged_verify", "mtp", "dcp"])
+@pytest.mark.parametrize("system", [*sorted(set(SYSTEMS) - {"padded"}), *(f"padded {mode}" for mode in PADDED_MODES)])
 @given(rounds=batches())
 def test_the_rule_is_that_of_the_loops(xp, system: str, rounds) -> None:
+    """`system`: a name, and of padded its mode."""
+
     def column(values: object) -> object:
         array = np.array(values, np.int64)
         return array if xp is np else torch.from_numpy(array)
 
-    drafts, pooled = SYSTEMS[system].drafts, SYSTEMS[system].pools
+    name, _, mode = system.partition(" ")
+    known = SYSTEMS[name]
+    pooled = known.pools
     changes = {"pool_size": POOL, "indexer": True, "multiprocessors": 5, "schedule": "tiny"} if pooled else {}
-    geometry = Geometry.resolve("tiny", {"draft_tokens": N if drafts else 1, **changes})
+    changes |= {"padded_mode": mode} if mode else {}
+    geometry = Geometry.resolve("tiny_v4" if mode else "tiny", {"draft_tokens": N if known.drafts else 1, **changes})
     batch = Batch(
         row=column(range(WIDEST)),
         bucket=column([[bucket] for bucket, *_ in rounds]),
         raw=column([[raw] for _, raw, *_ in rounds]),
-        tokens=column([[SYSTEMS[system].capacity(geometry, bucket)] for bucket, *_ in rounds]),
+        tokens=column([[known.capacity(geometry, bucket)] for bucket, *_ in rounds]),
         seq_lens=column([lengths for _, _, lengths, _ in rounds]),
         lens={name: column([lens[name] for *_, lens in rounds]) for name in COUNTS},
     )
-    owned = owned_rows(xp, SYSTEMS[system], geometry, batch)
+    owned = owned_rows(xp, known, geometry, batch)
     owner, total = owners(xp, batch, owned, column(range(WIDEST * N)))
-    live = live_tokens(SYSTEMS[system], batch, owned)
-    closed = live_candidates(xp, SYSTEMS[system], geometry, batch)
+    live = live_tokens(known, batch, owned)
+    closed = live_candidates(xp, known, geometry, batch)
     for i, (bucket, raw, lengths, lens) in enumerate(rounds):
         rows = says(system, raw, bucket, lens)
         assert owned[i, :bucket].tolist() == rows
