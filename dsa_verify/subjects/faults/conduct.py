@@ -7,15 +7,23 @@ from collections.abc import Callable
 import torch
 
 from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.finding import Diagnosis as D
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.glue_route import Route
 from dsa_verify.contract.subject import Buffers, Inputs, Routed, Subject
+from dsa_verify.subjects.faults.fault import BASIC, fault
 from dsa_verify.subjects.faults.wrapper import Wrapper
 
 FAR_BEYOND = 1 << 40  # elements: no address space of a device reaches there
 FIRST_ROUNDS = 3  # replays before a fault of conduct strikes; the warm-up makes the first two
 
 
+@fault(
+    "glues_idle",
+    "an idle batch is prepared by the captured graph (subjects that have a route)",
+    D.WRONG_ROUTE,
+    systems=("padded",),
+)
 class GluesIdle(Wrapper):
     """An idle batch goes through the graph as any other does."""
 
@@ -30,6 +38,7 @@ class GluesIdle(Wrapper):
         return lambda raw_batch: Route.GLUE if raw_batch == 0 else inner.route(raw_batch)
 
 
+@fault("raises_in_capture", "in_graph raises", D.RAISES, anywhere=True)
 class RaisesInCapture(Wrapper):
     """Raises on its third call, which is the one under capture."""
 
@@ -44,12 +53,19 @@ class RaisesInCapture(Wrapper):
         self.inner.in_graph()
 
 
+@fault("synchronises_in_capture", "in_graph reads a length on the host", D.SYNCHRONISES, anywhere=True)
 class SynchronisesInCapture(Wrapper):
     def in_graph(self) -> None:
         self.inner.in_graph()
         self.longest = self.inputs.seq_lens.max().item()
 
 
+@fault(
+    "foreign_clobbers",
+    "eager work between replays writes into a workspace of the graph",
+    D.BOUNDARY,
+    field="cache_seqlens_int32",
+)
 class ForeignClobbers(Wrapper):
     """Eager work between replays leaves a number in a workspace that the graph takes for 0."""
 
@@ -65,12 +81,20 @@ class ForeignClobbers(Wrapper):
         self._workspace.fill_(1)
 
 
+@fault("allocates_in_replay", "before_replay keeps a new tensor each time", D.ALLOCATES, anywhere=True)
 class AllocatesInReplay(Wrapper):
     def before_replay(self) -> None:
         self.inner.before_replay()
         self.fresh = torch.empty_like(self.inputs.seq_lens)
 
 
+@fault(
+    "flaky",
+    "one field is wrong once, and never again in this process",
+    D.FLAKY,
+    field="cache_seqlens_int32",
+    anywhere=True,
+)
 class WrongOnce(Wrapper):
     """Adds one to the field in a single round of the whole process."""
 
@@ -93,6 +117,12 @@ class WrongOnce(Wrapper):
         self.target.add_(self._error)
 
 
+@fault(
+    "lost_device",
+    "a replay ends in an illegal memory access",
+    systems=(*BASIC, "ragged_verify", "mtp", "padded", "dcp"),
+    anywhere=True,
+)
 class IllegalAccess(Wrapper):
     """A kernel really writes beyond all memory on a GPU; elsewhere the driver's error is raised in its words."""
 

@@ -6,10 +6,21 @@ import math
 
 import torch
 
+from dsa_verify.contract.finding import Diagnosis as D
+from dsa_verify.subjects.faults.fault import fault
 from dsa_verify.subjects.faults.outputs import SMUGGLED
 from dsa_verify.subjects.faults.wrapper import Wrapper
 
 
+@fault(
+    "writes_slot_0",
+    "pad rows are stored at the reserved slot",
+    D.STALE,
+    D.FROZEN,
+    D.WRONG_VALUE,
+    field="rank0_kv_pool",
+    systems=("dcp",),
+)
 class WritesSlotZero(Wrapper):
     """Pad rows are stored like any other, at the reserved slot. What they hold is 0 in this harness, as that slot is,
     so something else stands for it."""
@@ -20,6 +31,16 @@ class WritesSlotZero(Wrapper):
         self.target[:1].masked_fill_((self.inputs.out_cache_loc == 0).any(), SMUGGLED)
 
 
+@fault(
+    "wrong_owner",
+    "a rank stores the rows of other ranks, too",
+    D.WRONG_OWNER,
+    D.STALE,
+    D.FROZEN,
+    D.WRONG_VALUE,
+    field="rank0_kv_pool",
+    systems=("dcp",),
+)
 class WrongOwner(Wrapper):
     """The rank stores every row at its local place, those of other ranks included."""
 
@@ -32,6 +53,9 @@ class WrongOwner(Wrapper):
         self.target.index_copy_(0, row.clamp(max=len(self.target) - 1), inputs.kv_rows)
 
 
+@fault(
+    "wrong_log_base", "the merged log-sum-exp is in the other base", D.WRONG_VALUE, field="merged_lse", systems=("dcp",)
+)
 class WrongLogBase(Wrapper):
     """The log-sum-exp is handed on in the other base."""
 
@@ -40,6 +64,13 @@ class WrongLogBase(Wrapper):
         self.target.mul_(math.log(2.0) if self.geometry.log_base == "2" else 1.0 / math.log(2.0))
 
 
+@fault(
+    "no_empty_rule",
+    "a row that no rank owns anything of becomes NaN",
+    D.WRONG_VALUE,
+    field="merged_out",
+    systems=("dcp",),
+)
 class NoEmptyRule(Wrapper):
     """A row that no rank owns anything of becomes 0 / 0."""
 

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from dsa_verify.contract.finding import Diagnosis as D
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.subject import Buffers, Inputs
+from dsa_verify.subjects.faults.fault import BASIC, DRAFTS, fault
 from dsa_verify.subjects.faults.wrapper import Wrapper
 from dsa_verify.systems.indexer import destination_prefix
 
@@ -15,6 +17,15 @@ FUSED_STEPS = 3  # destinations of the fused copy
 SMUGGLED = 7  # what is written where nothing may be
 
 
+@fault(
+    "skip_refresh",
+    "one field keeps what it held before the replay",
+    D.NEVER_WRITTEN,
+    D.STALE,
+    field="dsa_cache_seqlens_int32",
+    systems=(*BASIC, "ragged_verify"),
+    anywhere=True,
+)
 class SkipRefresh(Wrapper):
     """Whenever the subject refreshes it, before the replay or in the graph."""
 
@@ -29,6 +40,15 @@ class SkipRefresh(Wrapper):
         self.target.copy_(kept)
 
 
+@fault(
+    "not_refreshed",
+    "one field is refreshed by the first replay only",
+    D.STALE,
+    D.NEVER_WRITTEN,
+    field="real_page_table",
+    systems=(*BASIC, "ragged_verify"),
+    anywhere=True,
+)
 class NotRefreshed(Wrapper):
     """The first replay refreshes the field, later ones do not."""
 
@@ -50,6 +70,16 @@ class NotRefreshed(Wrapper):
         self.target.copy_(torch.where(self._runs[run] > 1, kept, self.target))
 
 
+@fault(
+    "stale_draft_steps",
+    "the copy to three draft steps leaves their schedules and top-k plans as captured",
+    D.STALE,
+    D.NEVER_WRITTEN,
+    D.FROZEN,
+    field=f"step{FUSED_STEPS - 1}_paged_mqa_schedule_metadata",
+    systems=("mtp",),
+    needs="an indexer (--preset tiny_pool) and draft_steps of 4 or more",
+)
 class StaleDraftSteps(Wrapper):
     """The copy to three destinations refreshes neither their schedule nor their top-k plan: both stay what capture made
     (contract 2.3)."""
@@ -73,24 +103,40 @@ class StaleDraftSteps(Wrapper):
             outputs[name].copy_(torch.where(self._runs > 0, tensor, outputs[name]))
 
 
+@fault("off_by_one_page", "every page of a table is the next one", D.BOUNDARY, field="real_page_table")
 class OffByOne(Wrapper):
     def in_graph(self) -> None:
         self.inner.in_graph()
         self.target.add_(1)
 
 
+@fault(
+    "wrong_draft_offset",
+    "lengths count the draft position from 0 instead of 1",
+    D.DRAFT_OFFSET,
+    field="dsa_seqlens_expanded",
+    systems=(*DRAFTS, "ragged_verify"),
+)
 class WrongDraftOffset(Wrapper):
     def in_graph(self) -> None:
         self.inner.in_graph()
         self.target.sub_(1)
 
 
+@fault("rows_rolled", "each batch row gets its neighbour's length", D.REQUEST_MAP, field="cache_seqlens_int32")
 class RowsRolled(Wrapper):
     def in_graph(self) -> None:
         self.inner.in_graph()
         self.target.copy_(self.target.roll(1, 0))
 
 
+@fault(
+    "table_of_first_page",
+    "requests that share their first page are given one table (as a cache keyed by it would)",
+    D.REQUEST_MAP,
+    field="real_page_table",
+    systems=("decode",),
+)
 class TableOfFirstPage(Wrapper):
     """Tables are remembered by their first page, so that requests which share it are given the longest one's."""
 
@@ -103,6 +149,14 @@ class TableOfFirstPage(Wrapper):
         self.target.copy_(self.target[longest])
 
 
+@fault(
+    "pad_rows_untouched",
+    "rows of pad requests are not written",
+    D.NEVER_WRITTEN,
+    D.STALE,
+    field="cache_seqlens_int32",
+    systems=(*BASIC, "ragged_verify"),
+)
 class PadRowsUntouched(Wrapper):
     def in_graph(self) -> None:
         kept = self.target.clone()
@@ -111,6 +165,13 @@ class PadRowsUntouched(Wrapper):
         self.target.copy_(torch.where(pad, kept, self.target))
 
 
+@fault(
+    "unclamped_length",
+    "a pad row shorter than the draft gets negative lengths",
+    D.OUT_OF_RANGE,
+    field="dsa_seqlens_expanded",
+    systems=("draft_extend",),
+)
 class UnclampedLength(Wrapper):
     """Static draft-extend only: every request owns N rows."""
 
@@ -125,6 +186,13 @@ class UnclampedLength(Wrapper):
         self.target.copy_(lengths.reshape(-1))
 
 
+@fault(
+    "unclamped_window",
+    "a row shorter than the draft gets a negative window length (padded_mode draft_extend)",
+    D.OUT_OF_RANGE,
+    field="swa_topk_lengths",
+    systems=("padded",),
+)
 class UnclampedWindow(Wrapper):
     """Only draft extend has rows of negative length (contract 7.1): nothing is spoiled in the other modes."""
 
@@ -134,6 +202,14 @@ class UnclampedWindow(Wrapper):
         self.target.copy_(torch.where(lengths < 0, lengths, self.target))
 
 
+@fault(
+    "int32_offset",
+    "row offsets of a table wrap around (scaled down to half of the table)",
+    D.REQUEST_MAP,
+    D.NEVER_WRITTEN,
+    D.STALE,
+    field="page_table_1",
+)
 class WrappedOffset(Wrapper):
     def in_graph(self) -> None:
         flat = self.target.view(-1)
@@ -145,18 +221,35 @@ class WrappedOffset(Wrapper):
         flat[half:].copy_(kept)
 
 
+@fault(
+    "past_the_end",
+    "one element is written past the end of a buffer",
+    D.PAST_THE_END,
+    field="dsa_cu_seqlens_k",
+    anywhere=True,
+)
 class PastTheEnd(Wrapper):
     def in_graph(self) -> None:
         self.inner.in_graph()
         _word_at(self.target, self.target.numel()).fill_(SMUGGLED)
 
 
+@fault(
+    "before_the_start",
+    "one element is written before the start of a buffer",
+    D.BEFORE_THE_START,
+    field="dsa_cu_seqlens_k",
+    anywhere=True,
+)
 class BeforeTheStart(Wrapper):
     def in_graph(self) -> None:
         self.inner.in_graph()
         _word_at(self.target, -1).fill_(SMUGGLED)
 
 
+@fault(
+    "wider_bucket_rows", "a row of a shared table beyond the bucket is written", D.OTHER_BUCKET, field="page_table_1"
+)
 class WiderBucketRows(Wrapper):
     """Has an effect in every bucket but the widest, whose next row is a guard."""
 
@@ -166,6 +259,13 @@ class WiderBucketRows(Wrapper):
             _word_at(self.target, self.target.numel()).fill_(SMUGGLED)
 
 
+@fault(
+    "other_bucket",
+    "a replay of one bucket writes a buffer that belongs to another",
+    D.OTHER_BUCKET,
+    field="dsa_cache_seqlens_int32",
+    anywhere=True,
+)
 class OtherBucket(Wrapper):
     """The buckets captured after the first one write into the first one's buffer."""
 
@@ -176,6 +276,13 @@ class OtherBucket(Wrapper):
             first.target[:1].fill_(-SMUGGLED)
 
 
+@fault(
+    "output_replaced",
+    "an output is rebound to another tensor after capture",
+    D.BUFFER_REPLACED,
+    field="real_page_table",
+    anywhere=True,
+)
 class OutputReplaced(Wrapper):
     """The consumer is handed a copy that the graph does not write, from the second replay on."""
 
@@ -197,6 +304,13 @@ class OutputReplaced(Wrapper):
         return {**outputs, self.field: self._copy}
 
 
+@fault(
+    "second_replay",
+    "a sum grows when the same inputs are replayed twice",
+    D.NOT_IDEMPOTENT,
+    D.WRONG_VALUE,
+    field="cu_seqlens_k",
+)
 class GrowsOnRepeat(Wrapper):
     def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
         super().allocate(geometry, inputs, buffers)
@@ -213,6 +327,12 @@ class GrowsOnRepeat(Wrapper):
         self._left.copy_(self.target)
 
 
+@fault(
+    "advances_twice",
+    "lengths are advanced by each warm-up, and set back once (warm_ups together)",
+    D.BOUNDARY,
+    field="cache_seqlens_int32",
+)
 class AdvancesTwice(Wrapper):
     """Each run of the body goes one further, the eager work before it one back: right if they come in turn."""
 

@@ -1,0 +1,75 @@
+"""Fault: what the catalogue says of a planted defect. Each class of a defect declares it with the decorator `fault`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from dsa_verify.contract.finding import Diagnosis
+from dsa_verify.subjects.faults.wrapper import Wrapper
+
+BASIC: Final = ("decode", "target_verify", "draft_extend")
+DRAFTS: Final = ("target_verify", "draft_extend")
+
+W = TypeVar("W", bound=type[Wrapper])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """`wrap(inner, field)` spoils `inner`; `field` is its default target. `diagnoses`: what it may be called.
+    `of_input`: the target is a static input, which the engine's preparation (our registry) does not reset. `needs`:
+    what a geometry must have for `field` to be there. `anywhere`: it shows in any system of a user's own, too, in which
+    `field`, where there is none of that name, is the first that replays write.
+    """
+
+    name: str
+    summary: str
+    wrap: type[Wrapper]
+    diagnoses: frozenset[Diagnosis]
+    field: str = ""
+    systems: tuple[str, ...] = BASIC
+    of_input: bool = False
+    needs: str = ""
+    anywhere: bool = False
+
+    def applies(self, system: str) -> bool:
+        """Return whether the fault can be planted in `system`."""
+        return system in self.systems or (self.anywhere and system not in _shipped())
+
+
+DECLARED: Final[dict[str, Fault]] = {}  # by name
+
+
+def fault(
+    name: str,
+    summary: str,
+    *diagnoses: Diagnosis,
+    field: str = "",
+    systems: tuple[str, ...] = BASIC,
+    of_input: bool = False,
+    needs: str = "",
+    anywhere: bool = False,
+) -> Callable[[W], W]:
+    """Declare the decorated class as the fault `name`; the arguments are the attributes of `Fault`."""
+
+    def declare(wrap: W) -> W:
+        DECLARED[name] = Fault(
+            name=name,
+            summary=summary,
+            wrap=wrap,
+            diagnoses=frozenset(diagnoses),
+            field=field,
+            systems=systems,
+            of_input=of_input,
+            needs=needs,
+            anywhere=anywhere,
+        )
+        return wrap
+
+    return declare
+
+
+def _shipped() -> frozenset[str]:
+    """Return the systems that faults are written for: each has one at least."""
+    return frozenset(system for each in DECLARED.values() for system in each.systems)
