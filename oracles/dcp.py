@@ -36,21 +36,6 @@ def local_lengths(lengths: torch.Tensor, rank: int, size: int, block: int = 1) -
     return lengths.floor_divide(cycle) * block + (lengths.remainder(cycle) - rank * block).clamp(0, block)
 
 
-def local_range_lengths(
-    starts: torch.Tensor, lengths: torch.Tensor, rank: int, size: int, block: int = 1
-) -> torch.Tensor:
-    """Return how many of the positions [start, start + length) `rank` owns (contract 8.1)."""
-    return local_lengths(starts + lengths, rank, size, block) - local_lengths(starts, rank, size, block)
-
-
-def chain_lengths(totals: torch.Tensor, drafts: int, rank: int, size: int, block: int = 1) -> torch.Tensor:
-    """[requests, drafts]: what `rank` owns of the positions that each row of a speculative chain sees; all 0 for a
-    request shorter than its chain (contract 8.1)."""
-    seen = totals[:, None] - drafts + 1 + torch.arange(drafts, device=totals.device)
-    counts = local_lengths(seen.clamp(min=0), rank, size, block)
-    return torch.where(totals[:, None] < drafts, torch.zeros_like(counts), counts)
-
-
 def write_shard(
     pool: torch.Tensor, locations: torch.Tensor, rows: torch.Tensor, rank: int, size: int, block: int = 1
 ) -> None:
@@ -164,11 +149,6 @@ def kv_indices(prefix_lens: torch.Tensor, extend_lens: torch.Tensor) -> torch.Te
         pieces.append(torch.arange(int(prefixes[b] - prefix_lens[b]), int(prefixes[b])))
         pieces.append(torch.arange(int(extends[b] - extend_lens[b]), int(extends[b])))
     return torch.cat(pieces).to(prefix_lens.device)
-
-
-def prefix_sources(prefix_indices: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """The rows of `rank`'s pool that hold its share of prefixes, all of which start at and have multiples of `size`."""
-    return prefix_indices[rank::size].floor_divide(size)
 
 
 def _owned(selection: torch.Tensor, rank: int, size: int, block: int) -> torch.Tensor:

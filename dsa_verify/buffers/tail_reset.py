@@ -1,14 +1,14 @@
 """BufferRegistry fills the static input buffers of a padded replay the way an engine does (contract 0.2, 7.5).
 
-Tails are reset to their pad values, live prefixes are copied, then hooks run. Before that the verifier poisons the
-tails with plausible values, so that a tail which is not reset reads as some other request's. All of it happens on the
-device: how many rows are live is not known to the host, and the whole may be captured in a graph.
+Tails are reset to their pad values, and live prefixes are copied. Before that the verifier poisons the tails with
+plausible values, so that a tail which is not reset reads as some other request's. All of it happens on the device: how
+many rows are live is not known to the host, and the whole may be captured in a graph.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -16,7 +16,6 @@ import torch
 from dsa_verify.contract.static_inputs import StaticInput
 
 _MIX: Final = 0x9E3779B1
-Hook = Callable[[torch.Tensor, int], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +34,7 @@ class _Slot:
 
 class BufferRegistry:
     """`buffers` by the names of `specs`, for the widest batch. `forget`: names whose tails are never reset, which is a
-    defect planted for the verifier to find. `hooks(raw, padded)` run after each fill, in order.
+    defect planted for the verifier to find.
     """
 
     def __init__(
@@ -44,16 +43,11 @@ class BufferRegistry:
         buffers: Mapping[str, torch.Tensor],
         *,
         forget: Collection[str] = (),
-        hooks: Sequence[Hook] = (),
     ):
         self._slots = {spec.name: _bind(spec, buffers[spec.name]) for spec in specs}
-        self._forget, self._hooks = frozenset(forget), tuple(hooks)
+        self._forget = frozenset(forget)
         widest = max(slot.buffer.shape[slot.spec.axis] for slot in self._slots.values())
         self._rows = torch.arange(widest, device=next(iter(self._slots.values())).buffer.device)
-
-    def poison_tails(self, raw: torch.Tensor, padded: int) -> None:
-        """Write plausible values into rows `raw` (int [1], on the device) to `padded` of every buffer."""
-        self._poison(self._tails(raw, padded), padded)
 
     def fill_from(
         self,
@@ -80,14 +74,6 @@ class BufferRegistry:
             live = buffer if source is None else slot.view(source, padded).to(buffer.dtype)
             tail = buffer if name in self._forget else slot.view(slot.pad, padded)
             torch.where(slot.mask(tails), tail, live, out=buffer)
-        for hook in self._hooks:
-            hook(raw, padded)
-
-    def copy_slots(self, sources: Mapping[str, torch.Tensor], rows: int) -> None:
-        """Copy the first `rows` requests of `sources` and nothing else: no tail, no hook."""
-        for name, source in sources.items():
-            slot = self._slots[name]
-            slot.view(slot.buffer, rows).copy_(slot.view(source, rows))
 
     def _poison(self, tails: Mapping[int, torch.Tensor], padded: int) -> None:
         for slot in self._slots.values():

@@ -84,18 +84,10 @@ def test_every_slot_has_one_owner_and_one_row(size: int, block: int) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("block", [1, 4])
 def test_lengths_are_counts_of_owned_positions(size: int, block: int) -> None:
-    lengths, starts = torch.arange(70), torch.arange(70).flip(0) % 11
-    totals = torch.arange(9)
+    lengths = torch.arange(70)
     for rank in range(size):
         counted = [referee.local_length(length, rank, size, block) for length in range(70)]
         assert oracle.local_lengths(lengths, rank, size, block).tolist() == counted
-        ranges = [
-            referee.local_length(n, rank, size, block, s)
-            for n, s in zip(lengths.tolist(), starts.tolist(), strict=True)
-        ]
-        assert oracle.local_range_lengths(starts, lengths, rank, size, block).tolist() == ranges
-        chains = [referee.chain_lengths(total, 4, rank, size, block) for total in range(9)]
-        assert oracle.chain_lengths(totals, 4, rank, size, block).tolist() == chains
 
 
 # Writes --------------------------------------------------------------------------------------------------------------
@@ -428,7 +420,7 @@ def test_aligned_prefixes_need_no_pads(size: int) -> None:
         send = torch.full((8, 4), -1, dtype=torch.int32, device=DEVICE)
         place = Place(rank=rank, size=size)
         pipeline.pack_prefix(ranges, torch.arange(2, device=DEVICE), table, pool, send, place)
-        assert torch.equal(send[:, 0], oracle.prefix_sources(prefix_indices, rank, size))
+        assert torch.equal(send[:, 0], prefix_indices[rank::size] // size)
         assert not torch.cat(oracle.pads(starts, lengths, rank, size)).any()
 
 

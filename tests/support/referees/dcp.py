@@ -35,12 +35,6 @@ def local_length(length: int, rank: int, size: int, block: int, start: int = 0) 
     return sum(place(position, size, block)[0] == rank for position in range(start, start + length))
 
 
-def chain_lengths(total: int, drafts: int, rank: int, size: int, block: int) -> list[int]:
-    if total < drafts:
-        return [0] * drafts
-    return [local_length(total - drafts + i + 1, rank, size, block) for i in range(drafts)]
-
-
 def write(
     pools: list[dict[int, list[int]]], locations: Sequence[int], rows: Sequence[Sequence[int]], block: int
 ) -> None:
