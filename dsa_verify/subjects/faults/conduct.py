@@ -11,7 +11,7 @@ from dsa_verify.contract.finding import Diagnosis as D
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.glue_route import Route
 from dsa_verify.contract.subject import Buffers, Inputs, Routed, Subject
-from dsa_verify.subjects.faults.fault import BASIC, fault
+from dsa_verify.subjects.faults.fault import ALL, fault
 from dsa_verify.subjects.faults.wrapper import Wrapper
 
 FAR_BEYOND = 1 << 40  # elements: no address space of a device reaches there
@@ -117,12 +117,7 @@ class WrongOnce(Wrapper):
         self.target.add_(self._error)
 
 
-@fault(
-    "lost_device",
-    "a replay ends in an illegal memory access",
-    systems=(*BASIC, "ragged_verify", "mtp", "padded", "dcp"),
-    anywhere=True,
-)
+@fault("lost_device", "a replay ends in an illegal memory access", systems=ALL, anywhere=True)
 class IllegalAccess(Wrapper):
     """A kernel really writes beyond all memory on a GPU; elsewhere the driver's error is raised in its words."""
 

@@ -7,7 +7,7 @@ import math
 import torch
 
 from dsa_verify.contract.finding import Diagnosis as D
-from dsa_verify.subjects.faults.fault import fault
+from dsa_verify.subjects.faults.fault import DCP, fault
 from dsa_verify.subjects.faults.outputs import SMUGGLED
 from dsa_verify.subjects.faults.wrapper import Wrapper
 
@@ -19,7 +19,7 @@ from dsa_verify.subjects.faults.wrapper import Wrapper
     D.FROZEN,
     D.WRONG_VALUE,
     field="rank0_kv_pool",
-    systems=("dcp",),
+    systems=DCP,
 )
 class WritesSlotZero(Wrapper):
     """Pad rows are stored like any other, at the reserved slot. What they hold is 0 in this harness, as that slot is,
@@ -39,7 +39,7 @@ class WritesSlotZero(Wrapper):
     D.FROZEN,
     D.WRONG_VALUE,
     field="rank0_kv_pool",
-    systems=("dcp",),
+    systems=DCP,
 )
 class WrongOwner(Wrapper):
     """The rank stores every row at its local place, those of other ranks included."""
@@ -53,9 +53,7 @@ class WrongOwner(Wrapper):
         self.target.index_copy_(0, row.clamp(max=len(self.target) - 1), inputs.kv_rows)
 
 
-@fault(
-    "wrong_log_base", "the merged log-sum-exp is in the other base", D.WRONG_VALUE, field="merged_lse", systems=("dcp",)
-)
+@fault("wrong_log_base", "the merged log-sum-exp is in the other base", D.WRONG_VALUE, field="merged_lse", systems=DCP)
 class WrongLogBase(Wrapper):
     """The log-sum-exp is handed on in the other base."""
 
@@ -65,11 +63,7 @@ class WrongLogBase(Wrapper):
 
 
 @fault(
-    "no_empty_rule",
-    "a row that no rank owns anything of becomes NaN",
-    D.WRONG_VALUE,
-    field="merged_out",
-    systems=("dcp",),
+    "no_empty_rule", "a row that no rank owns anything of becomes NaN", D.WRONG_VALUE, field="merged_out", systems=DCP
 )
 class NoEmptyRule(Wrapper):
     """A row that no rank owns anything of becomes 0 / 0."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from dsa_verify.contract.finding import Diagnosis
 from dsa_verify.subjects.faults.wrapper import Wrapper
 
 BASIC: Final = ("decode", "target_verify", "draft_extend")
-DRAFTS: Final = ("target_verify", "draft_extend")
+AND_RAGGED: Final = (*BASIC, "ragged_verify")
+RAGGED_DRAFTS: Final = ("target_verify", "draft_extend", "ragged_verify")
+DCP: Final = ("dcp",)
+ALL: Final = (*AND_RAGGED, "mtp", "padded", "dcp")
 
 W = TypeVar("W", bound=type[Wrapper])
 
@@ -41,30 +44,11 @@ class Fault:
 DECLARED: Final[dict[str, Fault]] = {}  # by name
 
 
-def fault(
-    name: str,
-    summary: str,
-    *diagnoses: Diagnosis,
-    field: str = "",
-    systems: tuple[str, ...] = BASIC,
-    of_input: bool = False,
-    needs: str = "",
-    anywhere: bool = False,
-) -> Callable[[W], W]:
+def fault(name: str, summary: str, *diagnoses: Diagnosis, **rest: Any) -> Callable[[W], W]:
     """Declare the decorated class as the fault `name`; the arguments are the attributes of `Fault`."""
 
     def declare(wrap: W) -> W:
-        DECLARED[name] = Fault(
-            name=name,
-            summary=summary,
-            wrap=wrap,
-            diagnoses=frozenset(diagnoses),
-            field=field,
-            systems=systems,
-            of_input=of_input,
-            needs=needs,
-            anywhere=anywhere,
-        )
+        DECLARED[name] = Fault(name=name, summary=summary, wrap=wrap, diagnoses=frozenset(diagnoses), **rest)
         return wrap
 
     return declare

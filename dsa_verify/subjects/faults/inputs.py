@@ -6,7 +6,7 @@ import dataclasses
 
 from dsa_verify.contract.finding import Diagnosis as D
 from dsa_verify.contract.subject import Inputs
-from dsa_verify.subjects.faults.fault import BASIC, fault
+from dsa_verify.subjects.faults.fault import ALL, fault
 from dsa_verify.subjects.faults.wrapper import Wrapper
 
 
@@ -39,7 +39,7 @@ class InputOverwritten(Wrapper):
     "pad rows of one input keep what larger batches left there",
     D.TAIL_NOT_RESET,
     field="seq_lens",
-    systems=(*BASIC, "mtp", "padded", "ragged_verify", "dcp"),
+    systems=ALL,
     of_input=True,
     anywhere=True,
 )

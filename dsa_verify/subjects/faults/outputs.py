@@ -9,7 +9,7 @@ import torch
 from dsa_verify.contract.finding import Diagnosis as D
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.subject import Buffers, Inputs
-from dsa_verify.subjects.faults.fault import BASIC, DRAFTS, fault
+from dsa_verify.subjects.faults.fault import AND_RAGGED, RAGGED_DRAFTS, fault
 from dsa_verify.subjects.faults.wrapper import Wrapper
 from dsa_verify.systems.indexer import destination_prefix
 
@@ -23,7 +23,7 @@ SMUGGLED = 7  # what is written where nothing may be
     D.NEVER_WRITTEN,
     D.STALE,
     field="dsa_cache_seqlens_int32",
-    systems=(*BASIC, "ragged_verify"),
+    systems=AND_RAGGED,
     anywhere=True,
 )
 class SkipRefresh(Wrapper):
@@ -46,7 +46,7 @@ class SkipRefresh(Wrapper):
     D.STALE,
     D.NEVER_WRITTEN,
     field="real_page_table",
-    systems=(*BASIC, "ragged_verify"),
+    systems=AND_RAGGED,
     anywhere=True,
 )
 class NotRefreshed(Wrapper):
@@ -115,7 +115,7 @@ class OffByOne(Wrapper):
     "lengths count the draft position from 0 instead of 1",
     D.DRAFT_OFFSET,
     field="dsa_seqlens_expanded",
-    systems=(*DRAFTS, "ragged_verify"),
+    systems=RAGGED_DRAFTS,
 )
 class WrongDraftOffset(Wrapper):
     def in_graph(self) -> None:
@@ -155,7 +155,7 @@ class TableOfFirstPage(Wrapper):
     D.NEVER_WRITTEN,
     D.STALE,
     field="cache_seqlens_int32",
-    systems=(*BASIC, "ragged_verify"),
+    systems=AND_RAGGED,
 )
 class PadRowsUntouched(Wrapper):
     def in_graph(self) -> None:
