@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from dsa_verify.contract.engine_form import OwnForm, PadRows
     from dsa_verify.contract.finding import Diagnosis, Finding
     from dsa_verify.contract.geometry import Geometry
-    from dsa_verify.contract.layout import Field, Layout
+    from dsa_verify.contract.layout import Compare, Field, Layout, Lifetime, Live, Row
     from dsa_verify.contract.map_outputs import map_outputs
     from dsa_verify.contract.round import Round, Scenario
+    from dsa_verify.contract.static_inputs import StaticInput
     from dsa_verify.contract.subject import Buffers, Inputs, Subject, SubjectFactory, current_outputs
     from dsa_verify.contract.system import System
     from dsa_verify.graphs import Backend, open_backend
@@ -49,6 +50,7 @@ _HOME: Final = {
     "Buffers": "dsa_verify.contract.subject",
     "CaptureError": "dsa_verify.base.errors",
     "CaptureRing": "dsa_verify.overlay.ring",
+    "Compare": "dsa_verify.contract.layout",
     "DeviceLost": "dsa_verify.base.errors",
     "Diagnosis": "dsa_verify.contract.finding",
     "DsaVerifyError": "dsa_verify.base.errors",
@@ -58,6 +60,8 @@ _HOME: Final = {
     "HarnessError": "dsa_verify.base.errors",
     "Inputs": "dsa_verify.contract.subject",
     "Layout": "dsa_verify.contract.layout",
+    "Lifetime": "dsa_verify.contract.layout",
+    "Live": "dsa_verify.contract.layout",
     "NothingVerified": "dsa_verify.base.errors",
     "NullOverlay": "dsa_verify.overlay.overlay",
     "OutOfMemory": "dsa_verify.base.errors",
@@ -66,9 +70,11 @@ _HOME: Final = {
     "PadRows": "dsa_verify.contract.engine_form",
     "ReplayError": "dsa_verify.base.errors",
     "Round": "dsa_verify.contract.round",
+    "Row": "dsa_verify.contract.layout",
     "Run": "dsa_verify.run.runner",
     "Runner": "dsa_verify.run.runner",
     "Scenario": "dsa_verify.contract.round",
+    "StaticInput": "dsa_verify.contract.static_inputs",
     "Subject": "dsa_verify.contract.subject",
     "SubjectFactory": "dsa_verify.contract.subject",
     "System": "dsa_verify.contract.system",
@@ -93,6 +99,7 @@ __all__ = [
     "Buffers",
     "CaptureError",
     "CaptureRing",
+    "Compare",
     "DeviceLost",
     "Diagnosis",
     "DsaVerifyError",
@@ -102,6 +109,8 @@ __all__ = [
     "HarnessError",
     "Inputs",
     "Layout",
+    "Lifetime",
+    "Live",
     "NothingVerified",
     "NullOverlay",
     "OutOfMemory",
@@ -110,9 +119,11 @@ __all__ = [
     "PadRows",
     "ReplayError",
     "Round",
+    "Row",
     "Run",
     "Runner",
     "Scenario",
+    "StaticInput",
     "Subject",
     "SubjectFactory",
     "System",

@@ -22,7 +22,7 @@ STATUS_INTERRUPTED = 130
 
 MEANINGS: Final[Mapping[int, str]] = {
     STATUS_EQUAL: "every round was checked and is equal",
-    STATUS_MISMATCH: "an element differs, or the subject fails, hangs, forks or ends the process",
+    STATUS_MISMATCH: "an element differs, or the subject fails, hangs, forks, or ends the process",
     STATUS_USAGE: "the command was used wrongly, or a case file is not valid",
     STATUS_HARNESS: "the harness or an oracle is broken, or no verdict arrived",
     STATUS_NOTHING_VERIFIED: "nothing was verified",

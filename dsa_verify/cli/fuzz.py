@@ -30,7 +30,7 @@ from dsa_verify.rounds.matrix import Config
 from dsa_verify.run.runner import Outcome, Run, open_run, status_of
 from dsa_verify.run.verify import replay_command
 from dsa_verify.subjects.faults import systems_of
-from dsa_verify.systems.catalogue import DEFAULT_SUBJECT, get_system, settled_geometry, systems_to_run
+from dsa_verify.systems.catalogue import default_subject, get_system, settled_geometry, systems_to_run
 from dsa_verify.waivers.waivers import Ledger, choose_ledger
 from fuzz.configurations import configurations, describe, share_out, visited
 from fuzz.engine.coverage import Coverage, say
@@ -75,7 +75,7 @@ def run(options: Options, device: torch.device) -> int:
     rounds = options.rounds if options.rounds is not None else ROUNDS[device.type]
     plan = [(get_system(name), _configs(get_system(name), rounds, options, backend)) for name in names]
     ledger = choose_ledger(options.waivers, options.no_waivers).allowing_compilations(options.allow_compilations)
-    ledger.refuse_if_idle([(name, options.subject or DEFAULT_SUBJECT) for name in names])
+    ledger.refuse_if_idle([(system.name, options.subject or default_subject(system)) for system, _ in plan])
     runs: list[Run] = []
     results: list[dict[str, Any]] = []
     with Terminal(rounds * len(plan)) as terminal:

@@ -192,8 +192,8 @@ _timeout_option = click.option(
 @click.option(
     "--trust",
     is_flag=True,
-    help="Run the code that a CASE names even if it is neither shipped nor installed. --subject runs other code "
-    "instead.",
+    help="Run the code that a CASE names even if it is neither shipped nor installed. To run other code than the "
+    "CASE names, give --subject.",
 )
 @click.option("--junit", "junit_path", type=_FILE, help="Write the results to this file as JUnit XML.")
 @_output_options
@@ -201,7 +201,7 @@ _timeout_option = click.option(
 def replay(timeout_s: float, **options: Any) -> None:
     """Replay CASE files or, without any, the diagnostic matrix.
 
-    The matrix has 16 configurations of 17 rounds for each system (padded: 68 rounds).
+    The matrix has 16 configurations for each system, each of 17 rounds (padded: 68).
     """
 
     def work() -> int:
@@ -225,7 +225,7 @@ def replay(timeout_s: float, **options: Any) -> None:
 @click.option(
     "--resident",
     is_flag=True,
-    help="Draw rounds in bulk on the device, without coverage to steer them. This replays many more a second.",
+    help="Draw rounds in bulk on the device, without coverage to steer them. This replays many more rounds a second.",
 )
 @click.option("--keep-going", is_flag=True, help="Go on after a finding.")
 @click.option(
@@ -284,7 +284,7 @@ def doctor(device: str) -> None:
 @cli.command()
 @click.option("--device", default="auto", show_default=True, help="Ask for this device: auto, cpu, cuda or cuda:INDEX.")
 def subjects(device: str) -> None:
-    """List the pipelines that `--subject` knows, and which can run here."""
+    """List the known subjects and why some cannot run here."""
     settled = _settle(device)
     from dsa_verify.cli.subjects import run
 

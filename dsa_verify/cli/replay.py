@@ -24,7 +24,7 @@ from dsa_verify.rounds.edge_configs import edges, why_not_here
 from dsa_verify.rounds.matrix import Config, diagnostic_matrix
 from dsa_verify.run.runner import Run, Runner, open_run, status_of
 from dsa_verify.subjects.faults import systems_of
-from dsa_verify.systems.catalogue import DEFAULT_SUBJECT, get_system, settled_geometry, systems_to_run
+from dsa_verify.systems.catalogue import default_subject, get_system, settled_geometry, systems_to_run
 from dsa_verify.systems.trust import check_trust
 from dsa_verify.waivers.waivers import choose_ledger
 
@@ -79,7 +79,9 @@ def run(options: Options, device: torch.device) -> int:
     if options.trust and (not scenarios or options.subject is not None):
         raise UsageError("--trust: has no effect without a CASE, or where --subject names what runs; leave it out")
     ledger = choose_ledger(options.waivers, options.no_waivers).allowing_compilations(options.allow_compilations)
-    ledger.refuse_if_idle([(item.system, item.subject(options) or DEFAULT_SUBJECT) for item in plan])
+    ledger.refuse_if_idle(
+        [(item.system, item.subject(options) or default_subject(get_system(item.system))) for item in plan]
+    )
     runs: list[Run] = []
     with Terminal(sum(item.rounds for item in plan)) as terminal:
         terminal.heading(environment(device), backend)

@@ -85,15 +85,15 @@ class Field:
     that field's buffer (contract 1.1); it owns no memory. `shared`: one buffer serves all buckets, each seeing its
     first rows. `row_gap`: elements of memory behind each row that nobody may write. `bound`, of a float32 field:
     |got - want| <= bound * max(|want|, floor). `memory`: what a consumer asks of the memory (None: adjacent elements of
-    each row). `section`: where the contract states the rule.
+    each row). `section`: where this project's contract states the rule; empty for a system of a user's own.
     """
 
     name: str
     shape: tuple[int, ...]
     row: Row
-    section: str
     low: int
     high: int
+    section: str = ""
     dtype: str = "int32"
     column_step: int = 0
     column_start: int = 0
@@ -115,6 +115,12 @@ class Field:
         """First rows that may be written at capture only: engines leave the 0 of a sum as it is, and copies never carry
         it (contract 2.2)."""
         return 1 if self.row in (Row.REQUEST_PREFIX, Row.TOKEN_PREFIX) else 0
+
+    @property
+    def form(self) -> str:
+        """The dtype and shape in words, with the section of the contract where there is one."""
+        section = f", contract {self.section}" if self.section else ""
+        return f"{self.dtype} {list(self.shape)}{section}"
 
     @property
     def rows(self) -> int:

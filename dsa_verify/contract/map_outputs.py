@@ -33,7 +33,7 @@ def map_outputs(source: Any, layout: Layout, names: Mapping[str, str] | None = N
             found[field.name] = value
         else:
             has = "is missing" if value is None else f"is a {type(value).__name__}"
-            missing.append(f"{field.name} ({field.dtype} {list(field.shape)}, contract {field.section}): {path} {has}")
+            missing.append(f"{field.name} ({field.form}): {path} {has}")
     if missing:
         raise UsageError(
             f"{len(missing)} field(s) of {layout.system} have no tensor: {'; '.join(missing)}; say where they are with "

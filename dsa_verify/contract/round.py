@@ -30,7 +30,7 @@ class Round:
     `poison`: what the outputs hold before the replay. `twice`: replay the subject a second time on the same inputs;
     nothing may change. `foreign`: other work runs before this round, the eager preparation of another bucket
     and what the subject has for `foreign_work`. `seed`: dcp only, what the values that a round does not list are hashed
-    from (expand.py).
+    from (systems/dcp_inputs.py).
     """
 
     bucket: int

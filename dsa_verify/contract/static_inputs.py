@@ -16,8 +16,8 @@ KV_WORDS: Final = 4  # int32 words of one token in the pools of dcp: 16 bytes
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StaticInput:
     """One field of `Inputs`. `name` is that of the field, and of a column of RoundTable if it is `drawn`, else it is
-    computed on the device (expand.py). Batch rows own `rows` consecutive entries along dimension `axis`, each of shape
-    `item`; the rest of a padded replay holds `pad`. `low` <= v < `high`: the legal live values, of which a poisoned
+    computed on the device (buffers/derived_inputs.py). Batch rows own `rows` consecutive entries along dimension
+    `axis`, each of shape `item`; the rest of a padded replay holds `pad`. `low` <= v < `high`: the legal live values, of which a poisoned
     tail is made. `columns_apart`: whether a strided view has gaps between the elements of a row, too, which no contract
     promises to be adjacent.
     """

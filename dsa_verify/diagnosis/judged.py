@@ -88,7 +88,7 @@ def _section(evidence: Evidence, first: Difference) -> str | None:
     if first.region.kind is Kind.INPUT:
         return INPUT_RULE
     if first.region.kind is Kind.FIELD and first.phase is not Phase.BEFORE:
-        return evidence.layout[first.region.name].section
+        return evidence.layout[first.region.name].section or None
     return MEMORY_RULE
 
 

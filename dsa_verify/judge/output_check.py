@@ -17,26 +17,27 @@ def wrong_outputs(layout: Layout, outputs: Mapping[str, torch.Tensor]) -> list[s
     A field of `layout` is wrong if it is missing, has another shape or dtype, or does not lie in memory as its
     consumers ask. An alias is wrong if it is not a view of its owner.
     """
-    wrong = []
-    for field in layout:
-        tensor = outputs.get(field.name)
-        if tensor is None:
-            wrong.append(f"{field.name} is missing ({field.dtype} {list(field.shape)}, contract {field.section})")
-        elif tuple(tensor.shape) != field.shape or tensor.dtype != TORCH_DTYPES[field.dtype]:
-            wrong.append(
-                f"{field.name} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, "
-                f"it must be {field.dtype} {list(field.shape)} (contract {field.section})"
-            )
-        elif not rows_are_whole(tensor):
-            wrong.append(
-                f"{field.name} has strides {list(tensor.stride())}; the elements of a row must be adjacent "
-                f"(contract {field.section})"
-            )
-        elif field.alias is not None and (text := no_view(field, tensor, outputs.get(field.alias))):
-            wrong.append(f"{field.name} {text} (contract {field.section})")
-        elif field.memory is not None and (text := unfit_memory(field, field.memory, tensor)):
-            wrong.append(f"{field.name} {text} (contract {field.section}; {field.memory.source})")
-    return wrong
+    reasons = ((field, _why_wrong(field, outputs)) for field in layout)
+    return [f"{field.name} {why}" for field, why in reasons if why]
+
+
+def _why_wrong(field: Field, outputs: Mapping[str, torch.Tensor]) -> str:
+    """Say what is wrong with the output of `field`; empty if nothing is."""
+    tensor, cited = outputs.get(field.name), f" (contract {field.section})" if field.section else ""
+    if tensor is None:
+        return f"is missing ({field.form})"
+    if tuple(tensor.shape) != field.shape or tensor.dtype != TORCH_DTYPES[field.dtype]:
+        has = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        return f"is {has}, it must be {field.dtype} {list(field.shape)}{cited}"
+    if not rows_are_whole(tensor):
+        return f"has strides {list(tensor.stride())}; the elements of a row must be adjacent{cited}"
+    if field.alias is not None and (text := no_view(field, tensor, outputs.get(field.alias))):
+        return f"{text}{cited}"
+    if field.memory is not None and (text := unfit_memory(field, field.memory, tensor)):
+        return (
+            f"{text} (contract {field.section}; {field.memory.source})" if cited else f"{text} ({field.memory.source})"
+        )
+    return ""
 
 
 def unfit_memory(field: Field, memory: Memory, tensor: torch.Tensor) -> str:

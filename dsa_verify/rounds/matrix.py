@@ -202,7 +202,7 @@ def _scripted(config: Config, rng: np.random.Generator, count: int) -> list[Roun
                 replay_floors=_script_floors(config, i, lengths, requests),
                 remap=tuple(dict.fromkeys(remap.tolist())),
                 prefixes=_script_prefixes(i, spare, remap.tolist(), rows),
-                poison=POISONS[i % 3],
+                poison=POISONS[i % len(POISONS)],
                 twice=i in (4, 11),
                 seed=int(rng.integers(SEED_LIMIT)) if system.seeded else 0,
             )

@@ -123,9 +123,14 @@ def settled_geometry(
     return Geometry.resolve(preset, wanted), frozenset(fixed)
 
 
+def default_subject(system: System) -> str:
+    """Return the subject of a run that names none: "triton", else the first of the system."""
+    return DEFAULT_SUBJECT if DEFAULT_SUBJECT in system.subjects else next(iter(system.subjects), DEFAULT_SUBJECT)
+
+
 def is_ours(system: System, subject: object) -> bool:
     """Whether `subject` (a reference, a factory or None) is a pipeline of this project."""
-    name = DEFAULT_SUBJECT if subject is None else subject
+    name = default_subject(system) if subject is None else subject
     return isinstance(name, str) and system.subjects.get(name, "").startswith(OWN_PIPELINES)
 
 
@@ -137,7 +142,7 @@ def subject_factory(system: System, reference: str | None) -> tuple[str, Subject
     """
     from dsa_verify.contract.subject import check_factory, load_attribute  # imports torch
 
-    label = DEFAULT_SUBJECT if reference is None else reference
+    label = default_subject(system) if reference is None else reference
     engine = engine_subject(label)
     if engine is not None:
         check_system(label, system.name)

@@ -32,7 +32,7 @@ _DESTINATION: Final = re.compile(r"(?:step\d+_)?")
 
 
 def destination_prefix(step: int) -> str:
-    """What the fields of one draft step are called by, where a layout has several (layouts/mtp.py)."""
+    """What the fields of one draft step are called by, where a layout has several (systems/mtp.py)."""
     return f"step{step}_"
 
 

@@ -22,8 +22,8 @@ W = TypeVar("W", bound=type[Wrapper])
 class Fault:
     """`wrap(inner, field)` spoils `inner`; `field` is its default target. `diagnoses`: what it may be called.
     `of_input`: the target is a static input, which the engine's preparation (our registry) does not reset. `needs`:
-    what a geometry must have for `field` to be there. `anywhere`: it shows in any system of a user's own, too, in which
-    `field`, where there is none of that name, is the first that replays write.
+    what a geometry must have for `field` to be there. `anywhere`: it shows in any system beside those of ALL, too, in
+    which `field`, where there is none of that name, is the first that replays write.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Fault:
 
     def applies(self, system: str) -> bool:
         """Return whether the fault can be planted in `system`."""
-        return system in self.systems or (self.anywhere and system not in _shipped())
+        return system in self.systems or (self.anywhere and system not in ALL)
 
 
 DECLARED: Final[dict[str, Fault]] = {}  # by name
@@ -52,8 +52,3 @@ def fault(name: str, summary: str, *diagnoses: Diagnosis, **rest: Any) -> Callab
         return wrap
 
     return declare
-
-
-def _shipped() -> frozenset[str]:
-    """Return the systems that faults are written for: each has one at least."""
-    return frozenset(system for each in DECLARED.values() for system in each.systems)
