@@ -19,13 +19,8 @@ from dsa_verify.buffers.input_memory import InputMemory
 from dsa_verify.buffers.region import Control
 from dsa_verify.buffers.tail_reset import BufferRegistry
 from dsa_verify.contract.geometry import FAR, Geometry
-from dsa_verify.contract.round_table import (
-    PAD_REQUEST,
-    PAGE_ID_MULTIPLIER,
-    Array,
-    RoundTable,
-    page_ordinals,
-)
+from dsa_verify.contract.round_table import PAGE_ID_MULTIPLIER, Array, RoundTable, page_ordinals
+from dsa_verify.contract.static_inputs import PAD_REQUEST
 from dsa_verify.contract.subject import Inputs
 from dsa_verify.contract.system import System
 

@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -47,7 +47,13 @@ def cli() -> None:
     """Replay attention-metadata pipelines in live CUDA graphs beside an eager oracle, and name the first wrong byte."""
 
 
-class _Checked(click.ParamType):
+if TYPE_CHECKING:
+    _PathType = click.ParamType[Path]
+else:
+    _PathType = click.ParamType  # older releases of click take no type argument here
+
+
+class _Checked(_PathType):
     """A path that `check` tries before anything runs, and before anything heavy is imported.
 
     A default is a Path and is not checked: a user who named no folder still wants to see the findings.

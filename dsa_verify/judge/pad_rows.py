@@ -15,7 +15,7 @@ from dsa_verify.base.errors import UsageError
 from dsa_verify.buffers.region import Control
 from dsa_verify.contract.engine_form import OwnForm, PadRows
 from dsa_verify.contract.layout import Field, Layout, Row
-from dsa_verify.contract.round_table import PAD_REQUEST
+from dsa_verify.contract.static_inputs import PAD_REQUEST
 from dsa_verify.contract.subject import Inputs
 
 _PADDED_ROWS: Final = (Row.REQUEST, Row.TOKEN)

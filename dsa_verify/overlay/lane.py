@@ -25,9 +25,10 @@ from dsa_verify.contract.system import System
 from dsa_verify.judge.judge import Judge, Phase, Tally
 from dsa_verify.judge.normalise import CanonicalItems
 from dsa_verify.judge.output_check import no_view
-from dsa_verify.overlay.copies import GroupedCopy, Piece, copy_plainly
+from dsa_verify.overlay.copies import GroupedCopy, copy_plainly
 from dsa_verify.overlay.inputs import LegalInputs, Taken, token_columns
 from dsa_verify.overlay.launch import Facts, OwnStream
+from dsa_verify.overlay.piece import Piece
 from dsa_verify.overlay.ring import CaptureRing
 from dsa_verify.overlay.sources import Sources
 from dsa_verify.replay.replayer import ORACLE_WORD
@@ -254,7 +255,8 @@ class Lane:
         take, collect, restore = (GroupedCopy(pieces, device) for pieces in exchanges)
         # In this order: making a graph runs it once, and what is restored must have been taken.
         self._take = self._stream.capture(take.launch)
-        self._collect, self._restore = lambda: None, lambda: None
+        self._collect: Callable[[], None] = _do_nothing
+        self._restore: Callable[[], None] = _do_nothing
         if self.plan.reference is not None:
             self._collect = self._stream.capture(collect.launch)
             self._restore = self._stream.capture(restore.launch)
@@ -368,6 +370,10 @@ def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 def _control(control: Control) -> Tensors:
     return {field.name: getattr(control, field.name) for field in dataclasses.fields(control)}
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _plain(pieces: Sequence[Piece]) -> Callable[[], None]:

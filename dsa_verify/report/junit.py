@@ -48,7 +48,8 @@ def of(runs: Sequence[Run]) -> str:
             case = ElementTree.SubElement(suite, "testcase", classname=f"dsa_verify.{run.system}", name=name)
             ElementTree.SubElement(case, "failure", type="gone", message=use.sentence).text = use.sentence
     ElementTree.indent(root)
-    return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True).decode()
+    text: bytes = ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
+    return text.decode()
 
 
 def _used(use: WaiverUse) -> str:

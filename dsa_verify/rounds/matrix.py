@@ -18,14 +18,9 @@ import numpy.typing as npt
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import WARM_UPS, Geometry
 from dsa_verify.contract.round import POISONS, SEED_LIMIT, Round, one_floor_each
-from dsa_verify.contract.round_table import (
-    PAD_REQUEST,
-    Array,
-    RoundTable,
-    complete_table,
-    tabulate,
-)
+from dsa_verify.contract.round_table import Array, RoundTable, complete_table, tabulate
 from dsa_verify.contract.schedule_variants import VARIANTS, Placement
+from dsa_verify.contract.static_inputs import PAD_REQUEST
 from dsa_verify.contract.system import OWN_TABLES, Shapes, System
 from dsa_verify.contract.topk_plan import PLAN_RULES
 from dsa_verify.rounds.indexer_turns import architecture_turn, indexer_turn
@@ -418,6 +413,7 @@ def _floors(
     return np.where(live, np.take_along_axis(of_row, requests, axis=1), pad)
 
 
-def _mostly_first(count: int) -> Array:
+def _mostly_first(count: int) -> npt.NDArray[np.float64]:
     weights = np.array([0.7] + [0.3 / max(count - 1, 1)] * (count - 1))
-    return weights / weights.sum()
+    shares: npt.NDArray[np.float64] = weights / weights.sum()
+    return shares

@@ -12,7 +12,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from dsa_verify.contract.round_table import PAD_REQUEST, Array, RoundTable, complete_table
+from dsa_verify.contract.round_table import Array, RoundTable, complete_table
+from dsa_verify.contract.static_inputs import PAD_REQUEST
 from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
 from fuzz.engine.coverage import Coverage

@@ -20,7 +20,7 @@ from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.finding import Finding
 from dsa_verify.contract.geometry import MIN_DRAFT_STEPS, Geometry
 from dsa_verify.contract.round import Round, Scenario
-from dsa_verify.contract.round_table import PAD_REQUEST
+from dsa_verify.contract.static_inputs import PAD_REQUEST
 from dsa_verify.contract.subject import SubjectFactory
 from dsa_verify.graphs import Backend
 from dsa_verify.rounds.matrix import boundaries

@@ -19,6 +19,7 @@ from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round
 from dsa_verify.contract.subject import load_attribute
+from dsa_verify.contract.system import OWN_TABLES
 from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.runner import Run, Runner, open_run
@@ -26,7 +27,7 @@ from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.adapters import sglang
 from dsa_verify.subjects.adapters.sglang import dcp as adapter
 from dsa_verify.subjects.adapters.sglang import wheel
-from dsa_verify.systems.catalogue import OF_OTHERS, OF_THE_SUBJECT, OWN_TABLES, SYSTEMS, settled_geometry
+from dsa_verify.systems.catalogue import OF_OTHERS, OF_THE_SUBJECT, SYSTEMS, settled_geometry
 from fuzz.reduce.shrink import shrink
 from fuzz.reduce.trials import Signature
 

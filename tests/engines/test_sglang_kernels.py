@@ -15,13 +15,14 @@ from support import DEVICE, backend
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.system import OWN_TABLES
 from dsa_verify.contract.topk_plan import PLAN_RULES
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.runner import Run, Runner, open_run
 from dsa_verify.subjects.adapters.sglang import SUBJECTS, basic, indexer, kpool, mtp, wheel
 from dsa_verify.subjects.pipelines.schedule import build_schedule
 from dsa_verify.subjects.pipelines.topk_plan import TopkPlanBuilder
-from dsa_verify.systems.catalogue import OF_OTHERS, OWN_TABLES, SYSTEMS
+from dsa_verify.systems.catalogue import OF_OTHERS, SYSTEMS
 
 NAMES = ("decode", "target_verify", "draft_extend")
 

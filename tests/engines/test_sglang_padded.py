@@ -14,12 +14,13 @@ from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.geometry import PADDED_MODES, Geometry
 from dsa_verify.contract.round import Round
 from dsa_verify.contract.subject import load_attribute
+from dsa_verify.contract.system import OWN_TABLES
 from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.adapters import sglang
 from dsa_verify.subjects.adapters.sglang.padded import Padded, PaddedLowRatios
 from dsa_verify.subjects.adapters.sglang.ragged import RaggedVerify
-from dsa_verify.systems.catalogue import OF_OTHERS, OF_THE_SUBJECT, OWN_TABLES, SYSTEMS, settled_geometry
+from dsa_verify.systems.catalogue import OF_OTHERS, OF_THE_SUBJECT, SYSTEMS, settled_geometry
 
 SYSTEM = SYSTEMS["padded"]
 NAMES = ["padded", "padded_torch", "padded_low_ratios"]

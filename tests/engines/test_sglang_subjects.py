@@ -22,12 +22,12 @@ from dsa_verify.cli.subjects import engine_lines
 from dsa_verify.contract.layout import Layout
 from dsa_verify.contract.round import Scenario
 from dsa_verify.contract.subject import load_attribute
+from dsa_verify.contract.system import OWN_TABLES
 from dsa_verify.run.runner import Run, Runner, open_run
 from dsa_verify.subjects.adapters.sglang import SUBJECTS
 from dsa_verify.systems.catalogue import (
     OF_OTHERS,
     OF_THE_SUBJECT,
-    OWN_TABLES,
     SYSTEMS,
     get_system,
     settled_geometry,

@@ -27,7 +27,8 @@ from dsa_verify.contract.owners import Owner
 from dsa_verify.contract.subject import Inputs
 from dsa_verify.overlay import Overlay
 from dsa_verify.overlay import summary as overlay_summary
-from dsa_verify.overlay.copies import GroupedCopy, Piece, copy_plainly
+from dsa_verify.overlay.copies import GroupedCopy, copy_plainly
+from dsa_verify.overlay.piece import Piece
 from dsa_verify.overlay.report import _owners
 from dsa_verify.overlay.summary import Summary
 from dsa_verify.subjects import faults

@@ -19,7 +19,7 @@ from dsa_verify.contract.engine_form import OwnForm, PadRows
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.layout import Layout
 from dsa_verify.contract.map_outputs import map_outputs
-from dsa_verify.contract.round_table import PAD_REQUEST
+from dsa_verify.contract.static_inputs import PAD_REQUEST
 from dsa_verify.contract.subject import Buffers, Inputs
 from dsa_verify.subjects.adapters.vllm import runner, wheel
 from dsa_verify.subjects.adapters.vllm.runner import Request, Runner
