@@ -286,16 +286,7 @@ class Overlay:
         if self._device is None:
             return
         case_is_there = self._device.kept_is_there(wait=wait)
-        failing = []
-        for lane in self._opened:
-            if lane.evidence.asked:
-                if case_is_there and lane.evidence.ready(wait=wait):
-                    self._tell(lane)
-            elif lane.counters.ready(wait=wait):
-                if int(lane.counters.host["kept"]):
-                    failing.append(lane)
-                else:
-                    self._tell_the_rest(lane)
+        failing = [lane for lane in self._opened if self._has_failed(lane, case_is_there=case_is_there, wait=wait)]
         for lane in failing:
             lane.evidence.ask()
         if failing:
@@ -304,6 +295,19 @@ class Overlay:
             lane.rearm()
         if not wait:
             self._ask()
+
+    def _has_failed(self, lane: Lane, *, case_is_there: bool, wait: bool) -> bool:
+        """Log what `lane` has sent, and return whether a difference left evidence that has yet to be asked for."""
+        if lane.evidence.asked:
+            if case_is_there and lane.evidence.ready(wait=wait):
+                self._tell(lane)
+            return False
+        if not lane.counters.ready(wait=wait):
+            return False
+        if int(lane.counters.host["kept"]):
+            return True
+        self._tell_the_rest(lane)
+        return False
 
     def _ask(self) -> None:
         for lane in self._opened:

@@ -130,15 +130,26 @@ def _hold(captured: CapturedBucket, words: Collection[_Word], untouched: Seen, p
                 continue
             lies_in = memory.get(_key(region), region).got
             found = {_address(lies_in, row, word): (got, want) for _, _, row, word, got, want in entries}
-            for address, (got, want) in found.items():
-                if made.get(address) != got:
-                    raise HarnessError(
-                        f"the judge of bucket {captured.bucket} reports {region.kind.value} {region.name}, {got} for "
-                        f"{want}, where nothing was planted, so that nothing it says counts; {_suspects()}"
-                    )
-            for word in expected.get(_key(region), ()):
-                if word.address not in found:
-                    raise HarnessError(_unseen(captured, _description(word)))
+            _check_seen(captured, region, found, made, expected.get(_key(region), ()))
+
+
+def _check_seen(
+    captured: CapturedBucket,
+    region: Region,
+    found: Mapping[int, tuple[int, int]],
+    made: Mapping[int, int],
+    expected: Collection[_Word],
+) -> None:
+    """Raise HarnessError unless `found`, the (got, want) that the judge reports by address, is what was planted."""
+    for address, (got, want) in found.items():
+        if made.get(address) != got:
+            raise HarnessError(
+                f"the judge of bucket {captured.bucket} reports {region.kind.value} {region.name}, {got} for "
+                f"{want}, where nothing was planted, so that nothing it says counts; {_suspects()}"
+            )
+    for word in expected:
+        if word.address not in found:
+            raise HarnessError(_unseen(captured, _description(word)))
 
 
 def _key(region: Region) -> object:

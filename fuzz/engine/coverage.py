@@ -308,13 +308,18 @@ def _way(field: Field, geometry: Geometry) -> tuple[object, ...]:
         return "candidates", 1
     if field.column_step:
         return "columns", field.column_step, field.columns
-    # What contract 4 derives from a length is in pools, and some of contract 7 in compressed entries.
+    return "length", _length_step(field, geometry)
+
+
+def _length_step(field: Field, geometry: Geometry) -> int:
+    """Return by how many tokens a length grows until the field turns: contract 4 counts in pools, and some of
+    contract 7 in compressed entries."""
     if field.section.startswith("4"):
-        return "length", geometry.pool_size
+        return geometry.pool_size
     if field.section.startswith("7"):
         steps = {"swa": geometry.window, "c4": geometry.sparse_ratio, "c128": geometry.dense_ratio}
-        return "length", steps.get(field.name.partition("_")[0], 1)
-    return "length", 1
+        return steps.get(field.name.partition("_")[0], 1)
+    return 1
 
 
 def _quantity(way: tuple[object, ...], group: Sequence[Field], system: System, geometry: Geometry) -> Quantity:

@@ -23,7 +23,6 @@ FATAL_ROUND = 19
 
 def work_shard(spec: Any, folder: Path, device: str) -> None:
     from dsa_verify.base.atomic_write import write_whole
-    from dsa_verify.base.errors import OutOfMemory
     from fuzz.campaign.shard_folder import STOP_FILE, FindingKey, FindingRecord, ShardResult, campaign_root, write_json
 
     behaviour = spec.plan.subject
@@ -47,11 +46,7 @@ def work_shard(spec: Any, folder: Path, device: str) -> None:
             wait_while_held(campaign_root(folder) / "hold", folder / "progress.json")
         if start <= FATAL_ROUND < start + CHUNK:
             misbehave(behaviour)
-            if (behaviour == "hungry" and spec.batch_divisor == 1) or behaviour == "insatiable":
-                raise OutOfMemory("CUDA out of memory")
-            if behaviour == "fills the disk" and not (folder / "was full").exists():
-                (folder / "was full").touch()
-                resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+            run_short(behaviour, spec.batch_divisor, folder)
         write_json(folder / "progress.json", {"rounds": start + CHUNK, "checked": start}, durable=False)
         if behaviour == "wrong" and (spec.seed + chunk) % 3 == 0:
             find(f"field_{(spec.seed + chunk) % 5}")
@@ -70,6 +65,17 @@ def work_shard(spec: Any, folder: Path, device: str) -> None:
         canary={"fault": "skip_refresh", "verdict": "reported", "finding": "canary", "why": None},
         coverage={"possible": 10, "never": [["a", str(spec.number)], ["b", "always"]], "digest": ""},
     ).write(folder)
+
+
+def run_short(behaviour: str, batch_divisor: int, folder: Path) -> None:
+    """Run out of memory or of disk, if the behaviour says so."""
+    from dsa_verify.base.errors import OutOfMemory
+
+    if (behaviour == "hungry" and batch_divisor == 1) or behaviour == "insatiable":
+        raise OutOfMemory("CUDA out of memory")
+    if behaviour == "fills the disk" and not (folder / "was full").exists():
+        (folder / "was full").touch()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
 
 
 def wait_while_held(held: Path, sign_of_life: Path) -> None:
