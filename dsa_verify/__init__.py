@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from dsa_verify.buffers.arena import Arena
     from dsa_verify.buffers.tail_reset import BufferRegistry
-    from dsa_verify.contract.engine_form import OwnForm, PadRows
+    from dsa_verify.contract.engine_form import EngineForm, PadRows
     from dsa_verify.contract.finding import Diagnosis, Finding
     from dsa_verify.contract.geometry import Geometry
     from dsa_verify.contract.layout import Field, Layout
@@ -52,6 +52,7 @@ _HOME: Final = {
     "DeviceLost": "dsa_verify.base.errors",
     "Diagnosis": "dsa_verify.contract.finding",
     "DsaVerifyError": "dsa_verify.base.errors",
+    "EngineForm": "dsa_verify.contract.engine_form",
     "Field": "dsa_verify.contract.layout",
     "Finding": "dsa_verify.contract.finding",
     "Geometry": "dsa_verify.contract.geometry",
@@ -62,7 +63,6 @@ _HOME: Final = {
     "NullOverlay": "dsa_verify.overlay.overlay",
     "OutOfMemory": "dsa_verify.base.errors",
     "Overlay": "dsa_verify.overlay.overlay",
-    "OwnForm": "dsa_verify.contract.engine_form",
     "PadRows": "dsa_verify.contract.engine_form",
     "ReplayError": "dsa_verify.base.errors",
     "Round": "dsa_verify.contract.round",
@@ -96,6 +96,7 @@ __all__ = [
     "DeviceLost",
     "Diagnosis",
     "DsaVerifyError",
+    "EngineForm",
     "Field",
     "Finding",
     "Geometry",
@@ -106,7 +107,6 @@ __all__ = [
     "NullOverlay",
     "OutOfMemory",
     "Overlay",
-    "OwnForm",
     "PadRows",
     "ReplayError",
     "Round",

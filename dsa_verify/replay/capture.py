@@ -31,7 +31,7 @@ from dsa_verify.buffers.region import (
     private_fields,
 )
 from dsa_verify.contract import progress
-from dsa_verify.contract.engine_form import OwnForm
+from dsa_verify.contract.engine_form import EngineForm
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.layout import Compare, Layout
 from dsa_verify.contract.subject import Buffers, Inputs, Routed, Subject, SubjectFactory, current_outputs, make_subject
@@ -42,7 +42,7 @@ from dsa_verify.judge.judge import Judge, Phase
 from dsa_verify.judge.law_regions import LawWatch
 from dsa_verify.judge.normalise import canonical
 from dsa_verify.judge.output_check import wrong_outputs
-from dsa_verify.judge.pad_rows import own_rows
+from dsa_verify.judge.pad_rows import normalised_pad_rows
 from dsa_verify.replay.bucket import CapturedBucket, Judges, Shown, host_copy, nothing
 from dsa_verify.replay.subject_stages import SubjectError, SubjectStages
 from dsa_verify.waivers.mask import WaivedWords
@@ -127,7 +127,7 @@ class Capture:
     pools: tuple[object, object]
     graphs: HarnessGraphs
     stages: SubjectStages
-    form: OwnForm
+    form: EngineForm
     waivers: Collection[Waiver]
     record: bool
 
@@ -222,7 +222,7 @@ class Capture:
         layout, outputs = sides.layout, sides.outputs
         forms = {
             **canonical(layout, outputs, sides.oracle_buffers),
-            **own_rows(self.form, layout, outputs, sides.oracle_buffers, sides.oracle_inputs, sides.control),
+            **normalised_pad_rows(self.form, layout, outputs, sides.oracle_buffers, sides.oracle_inputs, sides.control),
         }
         waived = [
             WaivedWords(

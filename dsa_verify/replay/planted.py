@@ -25,7 +25,7 @@ from dsa_verify.base.torch_functions import replaced_functions
 from dsa_verify.buffers.region import Kind, Region
 from dsa_verify.contract.layout import Compare
 from dsa_verify.judge.judge import RING_ENTRIES, Phase
-from dsa_verify.judge.pad_rows import OwnRows
+from dsa_verify.judge.pad_rows import NormalisedPadRows
 from dsa_verify.replay.bucket import CapturedBucket
 from dsa_verify.replay.replayer import Replayer
 
@@ -208,7 +208,7 @@ def _place(region: Region, compare: Compare, shown: object) -> tuple[int, int] |
         rows = min(rows, _all(region.live_rows)[0] + region.live_rows_extra)
     requests = range(rows) if region.row_request is None else _all(region.row_request)
     bounds = None if region.live_bound is None else _all(region.live_bound)
-    judged = shown.judged() if isinstance(shown, OwnRows) else None
+    judged = shown.judged() if isinstance(shown, NormalisedPadRows) else None
     for row in reversed(range(rows)):
         live, request = words, requests[row]
         if bounds is not None:

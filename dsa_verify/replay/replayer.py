@@ -24,7 +24,7 @@ from dsa_verify.buffers.arena import Arena
 from dsa_verify.buffers.input_buffers import InputBuffers
 from dsa_verify.buffers.region import LOUD_WORD
 from dsa_verify.contract import progress
-from dsa_verify.contract.engine_form import CONTRACT_FORM, OwnForm
+from dsa_verify.contract.engine_form import NO_DIFFERENCES, EngineForm
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.glue_route import Route, route
 from dsa_verify.contract.layout import Layout, Row
@@ -75,7 +75,7 @@ class Replayer:
         resettable: bool = False,
         forget: Collection[str] = (),
         leave_out: Collection[str] = (),
-        form: OwnForm = CONTRACT_FORM,
+        form: EngineForm = NO_DIFFERENCES,
         waivers: Collection[Waiver] = (),
         on_launch: Callable[[RoundTable], None] = lambda table: None,
     ):

@@ -11,7 +11,7 @@ import numpy as np
 from dsa_verify.base.errors import NothingVerified
 from dsa_verify.base.out_of_memory import memory_told_apart
 from dsa_verify.contract import progress
-from dsa_verify.contract.engine_form import own_form
+from dsa_verify.contract.engine_form import engine_form
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round, Scenario
 from dsa_verify.contract.round_table import Array, RoundTable, tabulate
@@ -149,7 +149,7 @@ class ReplaySetup:
                 resettable=resettable,
                 forget=forgotten_inputs(self.fault),
                 leave_out=self.not_covered,
-                form=own_form(self.factory),
+                form=engine_form(self.factory),
                 waivers=self.waivers,
                 on_launch=self.launching,
             )
