@@ -23,7 +23,7 @@ from dsa_verify.contract.layout import DTYPE_BYTES, Compare, Layout
 from dsa_verify.contract.subject import Subject
 from dsa_verify.contract.system import System
 from dsa_verify.judge.judge import Judge, Phase, Tally
-from dsa_verify.judge.normalise import CanonicalItems
+from dsa_verify.judge.normalise import SortedItems
 from dsa_verify.judge.output_check import no_view
 from dsa_verify.overlay.copies import GroupedCopy, copy_plainly
 from dsa_verify.overlay.inputs import LegalInputs, Taken, token_columns
@@ -235,7 +235,7 @@ class Lane:
     def _build(self, number: torch.Tensor) -> None:
         device, bucket = self.device, self.bucket
         self._items = {
-            f"{side}.{field.name}": CanonicalItems(tensors[field.name])
+            f"{side}.{field.name}": SortedItems(tensors[field.name])
             for field in self.judged
             if field.compare is Compare.ITEMS
             for side, tensors in (("got", self.got), ("want", self.want))

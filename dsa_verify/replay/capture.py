@@ -40,7 +40,7 @@ from dsa_verify.graphs import Backend, Graph
 from dsa_verify.graphs.capturing import CAPTURE_ERROR_MODE, no_collection
 from dsa_verify.judge.judge import Judge, Phase
 from dsa_verify.judge.law_regions import LawWatch
-from dsa_verify.judge.normalise import canonical
+from dsa_verify.judge.normalise import normalisers
 from dsa_verify.judge.output_check import wrong_outputs
 from dsa_verify.judge.pad_rows import normalised_pad_rows
 from dsa_verify.replay.bucket import CapturedBucket, Judges, Shown, host_copy, nothing
@@ -221,7 +221,7 @@ class Capture:
     def _shown(self, sides: _Sides, memory: Mapping[str, Region]) -> Shown:
         layout, outputs = sides.layout, sides.outputs
         forms = {
-            **canonical(layout, outputs, sides.oracle_buffers),
+            **normalisers(layout, outputs, sides.oracle_buffers),
             **normalised_pad_rows(self.form, layout, outputs, sides.oracle_buffers, sides.oracle_inputs, sides.control),
         }
         waived = [
