@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from dsa_verify.pytest_plugin.fixture import Verification
     from dsa_verify.rounds.case_file import read_case
     from dsa_verify.rounds.matrix import diagnostic_matrix
-    from dsa_verify.run.runner import Run, Runner, open_run
+    from dsa_verify.run.runner import Runner, RunResult, new_result
     from dsa_verify.systems.catalogue import get_system
     from fuzz.cases import paths as case_paths
 
@@ -66,7 +66,7 @@ _HOME: Final = {
     "PadRows": "dsa_verify.contract.engine_form",
     "ReplayError": "dsa_verify.base.errors",
     "Round": "dsa_verify.contract.round",
-    "Run": "dsa_verify.run.runner",
+    "RunResult": "dsa_verify.run.runner",
     "Runner": "dsa_verify.run.runner",
     "Scenario": "dsa_verify.contract.round",
     "Subject": "dsa_verify.contract.subject",
@@ -79,8 +79,8 @@ _HOME: Final = {
     "diagnostic_matrix": "dsa_verify.rounds.matrix",
     "get_system": "dsa_verify.systems.catalogue",
     "map_outputs": "dsa_verify.contract.map_outputs",
+    "new_result": "dsa_verify.run.runner",
     "open_backend": "dsa_verify.graphs",
-    "open_run": "dsa_verify.run.runner",
     "read_case": "dsa_verify.rounds.case_file",
     "settle_device": "dsa_verify.base.device",
 }
@@ -110,7 +110,7 @@ __all__ = [
     "PadRows",
     "ReplayError",
     "Round",
-    "Run",
+    "RunResult",
     "Runner",
     "Scenario",
     "Subject",
@@ -123,8 +123,8 @@ __all__ = [
     "diagnostic_matrix",
     "get_system",
     "map_outputs",
+    "new_result",
     "open_backend",
-    "open_run",
     "read_case",
     "settle_device",
 ]

@@ -93,11 +93,11 @@ def _graphs(device: torch.device) -> str:
 def _pipeline(device: torch.device) -> str:
     from dsa_verify.contract.geometry import Geometry
     from dsa_verify.rounds.matrix import diagnostic_matrix
-    from dsa_verify.run.runner import Runner, open_run
+    from dsa_verify.run.runner import Runner, new_result
     from dsa_verify.systems.catalogue import get_system
 
     backend = open_backend(device)
-    result = open_run("decode", None, backend)
+    result = new_result("decode", None, backend)
     configs = diagnostic_matrix(get_system("decode"), Geometry.resolve("tiny"), batches=[4], rounds=5)
     Runner(backend=backend, folder=None).matrix(configs, None, result)
     if result.findings:

@@ -27,7 +27,7 @@ from dsa_verify.report import document
 from dsa_verify.report.terminal import Terminal
 from dsa_verify.rounds.case_file import read_case
 from dsa_verify.rounds.matrix import Config
-from dsa_verify.run.runner import Outcome, Run, open_run, status_of
+from dsa_verify.run.runner import Outcome, RunResult, new_result, status_of
 from dsa_verify.run.verify import replay_command
 from dsa_verify.subjects.faults import systems_of
 from dsa_verify.systems.catalogue import DEFAULT_SUBJECT, get_system, settled_geometry, systems_to_run
@@ -76,7 +76,7 @@ def run(options: Options, device: torch.device) -> int:
     plan = [(get_system(name), _configs(get_system(name), rounds, options, backend)) for name in names]
     ledger = choose_ledger(options.waivers, options.no_waivers).allowing_compilations(options.allow_compilations)
     ledger.refuse_if_idle([(name, options.subject or DEFAULT_SUBJECT) for name in names])
-    runs: list[Run] = []
+    runs: list[RunResult] = []
     results: list[dict[str, Any]] = []
     with Terminal(rounds * len(plan)) as terminal:
         terminal.heading(environment(device), backend)
@@ -84,7 +84,7 @@ def run(options: Options, device: torch.device) -> int:
         def work() -> None:
             for system, configs in plan:
                 terminal.begin(system.name)
-                result = open_run(system.name, options.subject, backend, ledger)
+                result = new_result(system.name, options.subject, backend, ledger)
                 runs.append(result)
                 results.append(_fuzz_system(system, configs, options, runs, terminal, backend, ledger))
                 if result.findings and not options.keep_going:
@@ -142,7 +142,7 @@ def _fuzz_system(
     system: System,
     configs: Sequence[Config],
     options: Options,
-    runs: Sequence[Run],
+    runs: Sequence[RunResult],
     terminal: Terminal,
     backend: Backend,
     ledger: Ledger,

@@ -22,7 +22,7 @@ from dsa_verify.report.terminal import Terminal
 from dsa_verify.rounds.case_file import read_case
 from dsa_verify.rounds.edge_configs import edges, why_not_here
 from dsa_verify.rounds.matrix import Config, diagnostic_matrix
-from dsa_verify.run.runner import Run, Runner, open_run, status_of
+from dsa_verify.run.runner import Runner, RunResult, new_result, status_of
 from dsa_verify.subjects.faults import systems_of
 from dsa_verify.systems.catalogue import DEFAULT_SUBJECT, get_system, settled_geometry, systems_to_run
 from dsa_verify.systems.trust import check_trust
@@ -80,7 +80,7 @@ def run(options: Options, device: torch.device) -> int:
         raise UsageError("--trust: has no effect without a CASE, or where --subject names what runs; leave it out")
     ledger = choose_ledger(options.waivers, options.no_waivers).allowing_compilations(options.allow_compilations)
     ledger.refuse_if_idle([(item.system, item.subject(options) or DEFAULT_SUBJECT) for item in plan])
-    runs: list[Run] = []
+    runs: list[RunResult] = []
     with Terminal(sum(item.rounds for item in plan)) as terminal:
         terminal.heading(environment(device), backend)
         runner = Runner(
@@ -96,7 +96,7 @@ def run(options: Options, device: torch.device) -> int:
         def work() -> None:
             for item in plan:
                 terminal.begin(item.label)
-                result = open_run(item.system, item.subject(options), backend, ledger)
+                result = new_result(item.system, item.subject(options), backend, ledger)
                 runs.append(result)
                 progress.current().results(runs)
                 item.start(runner, options, result)
@@ -132,7 +132,7 @@ class _Matrix:
     def subject(self, options: Options) -> str | None:
         return options.subject
 
-    def start(self, runner: Runner, options: Options, result: Run) -> None:
+    def start(self, runner: Runner, options: Options, result: RunResult) -> None:
         result.not_run += self.not_run
         runner.matrix(self.configs, options.subject, result, fault=options.fault)
 
@@ -156,7 +156,7 @@ class _Case:
     def subject(self, options: Options) -> str | None:
         return self.scenario.subject if options.subject is None else options.subject
 
-    def start(self, runner: Runner, options: Options, result: Run) -> None:
+    def start(self, runner: Runner, options: Options, result: RunResult) -> None:
         runner.case(self.scenario, options.subject, result, fault=options.fault)
 
 

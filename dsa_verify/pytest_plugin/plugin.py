@@ -27,7 +27,7 @@ from dsa_verify.run.delivered import TIMEOUT_S
 if TYPE_CHECKING:
     from dsa_verify.contract.finding import Finding
     from dsa_verify.pytest_plugin.fixture import Verification
-    from dsa_verify.run.runner import Run
+    from dsa_verify.run.runner import RunResult
 
 pin_gpu()
 
@@ -235,7 +235,7 @@ def _open_verification(session: pytest.Session) -> Verification:
     except UsageError as error:
         raise pytest.fail.Exception(str(error), pytrace=False) from None
 
-    def on_run(run: Run) -> None:
+    def on_run(run: RunResult) -> None:
         seen = config.stash[SEEN]
         seen.rounds += run.counts.rounds_checked
         seen.add_findings([[_sentence(finding), finding.reproduce or ""] for finding in run.findings])

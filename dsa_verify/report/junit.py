@@ -5,11 +5,11 @@ from __future__ import annotations
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 
-from dsa_verify.run.runner import Run
+from dsa_verify.run.runner import RunResult
 from dsa_verify.waivers.waivers import WaiverUse
 
 
-def of(runs: Sequence[Run]) -> str:
+def of(runs: Sequence[RunResult]) -> str:
     """The text of `runs`."""
     root = ElementTree.Element("testsuites", name="dsa-verify")
     for run in runs:

@@ -22,7 +22,7 @@ from dsa_verify.contract.subject import load_attribute
 from dsa_verify.contract.system import OWN_TABLES
 from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import diagnostic_matrix
-from dsa_verify.run.runner import Run, Runner, open_run
+from dsa_verify.run.runner import Runner, RunResult, new_result
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.adapters import sglang
 from dsa_verify.subjects.adapters.sglang import dcp as adapter
@@ -104,7 +104,7 @@ def test_what_the_functions_do_not_take_is_refused() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang can be imported")
 def test_without_sglang_a_run_says_how_to_get_it() -> None:
     with pytest.raises(UsageError, match="pip install sglang") as refused:
-        open_run("dcp", "sglang:dcp_nope", backend())
+        new_result("dcp", "sglang:dcp_nope", backend())
     assert refused.value.status == STATUS_USAGE
 
 
@@ -266,11 +266,11 @@ def test_a_finding_shrinks_to_a_round(double: Double) -> None:
 # SGLang itself -------------------------------------------------------------------------------------------------------
 
 
-def matrix_of(name: str, batches: list[int]) -> Run:
+def matrix_of(name: str, batches: list[int]) -> RunResult:
     """As `dsa-verify replay --subject` does it, with a few rounds of the batches."""
     geometry, fixed = settled_geometry(SYSTEM, f"sglang:{name}", DEVICE.type)
     configs = diagnostic_matrix(SYSTEM, geometry, rounds=6, batches=batches, fixed=fixed)
-    run = open_run("dcp", f"sglang:{name}", backend())
+    run = new_result("dcp", f"sglang:{name}", backend())
     Runner(backend=backend(), folder=None).matrix(configs, f"sglang:{name}", run)
     return run
 

@@ -23,7 +23,7 @@ from dsa_verify.contract.layout import Layout
 from dsa_verify.contract.round import Scenario
 from dsa_verify.contract.subject import load_attribute
 from dsa_verify.contract.system import OWN_TABLES
-from dsa_verify.run.runner import Run, Runner, open_run
+from dsa_verify.run.runner import Runner, RunResult, new_result
 from dsa_verify.subjects.adapters.sglang import SUBJECTS
 from dsa_verify.systems.catalogue import (
     OF_OTHERS,
@@ -208,12 +208,12 @@ class Partly(EagerDecode):
         self.out["real_page_table"].fill_(-5)
 
 
-def run_of(subject: Any, folder: Path | None = None) -> Run:
+def run_of(subject: Any, folder: Path | None = None) -> RunResult:
     setup = setup_of(subject)
     case = Scenario(
         system="decode", geometry=setup.geometry, buckets=(2,), rounds=(decode_round(2, 9, 30),) * 2, seed=0, name="c"
     )
-    run = open_run("decode", subject, backend())
+    run = new_result("decode", subject, backend())
     Runner(backend=backend(), folder=folder).case(case, subject, run)
     return run
 
@@ -300,7 +300,7 @@ def test_nothing_covered_is_nothing_verified() -> None:
 # Calls ----------------------------------------------------------------------------------------------------------------
 
 
-def replay(name: str, preset: str, rounds: int, **settings: Any) -> Run:
+def replay(name: str, preset: str, rounds: int, **settings: Any) -> RunResult:
     """The first `rounds` scripted rounds of one configuration, none of them in the interpreter."""
     from dsa_verify.contract.geometry import Geometry
     from dsa_verify.rounds.matrix import diagnostic_matrix
@@ -316,7 +316,7 @@ def replay(name: str, preset: str, rounds: int, **settings: Any) -> Run:
         drafts=drafts,
         fixed=frozenset(settings) | {"input_view", OF_OTHERS},
     )
-    run = open_run(system.name, f"sglang:{name}", backend())
+    run = new_result(system.name, f"sglang:{name}", backend())
     Runner(backend=backend(), folder=None).matrix(configs, f"sglang:{name}", run)
     return run
 
@@ -373,7 +373,7 @@ def test_ragged_extend_lengths_take_the_ragged_form(lookalike: None) -> None:
         name="c",
         subject=setup.subject,
     )
-    run = open_run("draft_extend", setup.subject, backend())
+    run = new_result("draft_extend", setup.subject, backend())
     Runner(backend=backend(), folder=None).case(case, None, run)
     assert ([finding.sentence for finding in run.findings], run.counts.rounds_checked) == ([], 3)
 

@@ -158,7 +158,7 @@ def _replays(
     """What `dsa-verify replay --system S --subject X` runs, in another order."""
     # Here, as these bring Triton, which must know by then whether to compile or to interpret.
     from dsa_verify.graphs import open_backend
-    from dsa_verify.run.runner import Runner, open_run, status_of
+    from dsa_verify.run.runner import Runner, new_result, status_of
     from dsa_verify.systems.catalogue import get_system, settled_geometry
     from dsa_verify.waivers.waivers import choose_ledger
 
@@ -166,7 +166,7 @@ def _replays(
     runner = Runner(backend=backend, folder=None, ledger=ledger, on_rounds=lambda count: beat())
 
     def step(door: Door, config: Config) -> tuple[int, str]:
-        result = open_run(door.system, door.subject, backend, ledger)
+        result = new_result(door.system, door.subject, backend, ledger)
         runner.matrix([config], door.subject, result)
         return status_of([result]), f"{config.name}: {' '.join(found.sentence for found in result.findings[:1])}"
 
