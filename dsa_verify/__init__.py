@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from dsa_verify.graphs import Backend, open_backend
     from dsa_verify.overlay.overlay import NullOverlay, Overlay
     from dsa_verify.overlay.ring import CaptureRing
-    from dsa_verify.pytest_plugin.fixture import Verification
+    from dsa_verify.pytest_plugin.fixture import DsaFixture
     from dsa_verify.rounds.case_file import read_case
     from dsa_verify.rounds.matrix import diagnostic_matrix
     from dsa_verify.run.runner import Runner, RunResult, new_result
@@ -51,6 +51,7 @@ _HOME: Final = {
     "CaptureRing": "dsa_verify.overlay.ring",
     "DeviceLost": "dsa_verify.base.errors",
     "Diagnosis": "dsa_verify.contract.finding",
+    "DsaFixture": "dsa_verify.pytest_plugin.fixture",
     "DsaVerifyError": "dsa_verify.base.errors",
     "EngineForm": "dsa_verify.contract.engine_form",
     "Field": "dsa_verify.contract.layout",
@@ -73,7 +74,6 @@ _HOME: Final = {
     "SubjectFactory": "dsa_verify.contract.subject",
     "System": "dsa_verify.contract.system",
     "UsageError": "dsa_verify.base.errors",
-    "Verification": "dsa_verify.pytest_plugin.fixture",
     "case_paths": "fuzz.cases:paths",
     "current_outputs": "dsa_verify.contract.subject",
     "diagnostic_matrix": "dsa_verify.rounds.matrix",
@@ -95,6 +95,7 @@ __all__ = [
     "CaptureRing",
     "DeviceLost",
     "Diagnosis",
+    "DsaFixture",
     "DsaVerifyError",
     "EngineForm",
     "Field",
@@ -117,7 +118,6 @@ __all__ = [
     "SubjectFactory",
     "System",
     "UsageError",
-    "Verification",
     "case_paths",
     "current_outputs",
     "diagnostic_matrix",

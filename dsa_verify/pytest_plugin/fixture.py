@@ -1,4 +1,4 @@
-"""Verification is what the `dsa` fixture hands to a test. It runs the matrix or a case and fails the test in words.
+"""DsaFixture is what the `dsa` fixture hands to a test. It runs the matrix or a case and fails the test in words.
 
 Importing this module imports the kernels, so the plugin settles the device first (device.py).
 """
@@ -36,7 +36,7 @@ TRUST_REMEDY: Final = "list it under dsa_trust in the ini file, give --dsa-trust
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """A verification needs this of the pytest session it runs in."""
+    """The `dsa` fixture needs this of the pytest session it runs in."""
 
     directory: Path  # where pytest was started, and so where the commands in its report are typed
     on_run: Callable[[RunResult], None]  # called once for each run, also for one that was interrupted
@@ -44,7 +44,7 @@ class Session:
     stop: Callable[[str], None]  # ends the session after the current test
 
 
-class Verification:
+class DsaFixture:
     """Verifies subjects on `device`.
 
     `preset`, `rounds` (a configuration) and `seed` are what `verify` uses where it is not told otherwise (None: what
