@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from dsa_verify.buffers.arena import Arena
-    from dsa_verify.buffers.tail_reset import BufferRegistry
+    from dsa_verify.buffers.tail_reset import PaddedInputFiller
     from dsa_verify.contract.engine_form import EngineForm, PadRows
     from dsa_verify.contract.finding import Diagnosis, Finding
     from dsa_verify.contract.geometry import Geometry
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 _HOME: Final = {
     "Arena": "dsa_verify.buffers.arena",
     "Backend": "dsa_verify.graphs",
-    "BufferRegistry": "dsa_verify.buffers.tail_reset",
     "Buffers": "dsa_verify.contract.subject",
     "CaptureError": "dsa_verify.base.errors",
     "CaptureRing": "dsa_verify.overlay.ring",
@@ -65,6 +64,7 @@ _HOME: Final = {
     "OutOfMemory": "dsa_verify.base.errors",
     "Overlay": "dsa_verify.overlay.overlay",
     "PadRows": "dsa_verify.contract.engine_form",
+    "PaddedInputFiller": "dsa_verify.buffers.tail_reset",
     "ReplayError": "dsa_verify.base.errors",
     "Round": "dsa_verify.contract.round",
     "RunResult": "dsa_verify.run.runner",
@@ -89,7 +89,6 @@ _HOME: Final = {
 __all__ = [
     "Arena",
     "Backend",
-    "BufferRegistry",
     "Buffers",
     "CaptureError",
     "CaptureRing",
@@ -109,6 +108,7 @@ __all__ = [
     "OutOfMemory",
     "Overlay",
     "PadRows",
+    "PaddedInputFiller",
     "ReplayError",
     "Round",
     "RunResult",

@@ -55,7 +55,7 @@ class Replayer:
     `capacity`: rounds of one table at most. `remap_slots`: remapped requests of one round at most. `record`: keep
     what the oracle gave for the capture-time inputs, which the diagnosis compares with, judge the inputs before the
     subject could touch them, and hold a second replay against the first, not against the oracle. `resettable`: keep
-    a copy of all outputs and page tables, which `reset` needs. `forget`: inputs whose pad tails are not reset.
+    a copy of all outputs and page tables, which `reset` needs. `skip_tail_reset`: inputs whose pad tails are not reset.
     `leave_out`: fields that are not compared. `form`: what the subject has otherwise than the contract, and rightly
     so. `waivers`: known differences, which the judge does not see. `on_launch`: told of each table before anything of
     it is launched.
@@ -73,7 +73,7 @@ class Replayer:
         remap_slots: int,
         record: bool = False,
         resettable: bool = False,
-        forget: Collection[str] = (),
+        skip_tail_reset: Collection[str] = (),
         leave_out: Collection[str] = (),
         form: EngineForm = NO_DIFFERENCES,
         waivers: Collection[Waiver] = (),
@@ -93,7 +93,9 @@ class Replayer:
         # Largest first, as engines capture, so that a shared pool fits the later ones.
         order = sorted(buckets, reverse=True)
         sizes = {"capacity": capacity, "remap_slots": remap_slots}
-        self.input_buffers = InputBuffers(system, geometry, order[0], self.device, **sizes, forget=forget)
+        self.input_buffers = InputBuffers(
+            system, geometry, order[0], self.device, **sizes, skip_tail_reset=skip_tail_reset
+        )
         layouts = [without_pools(system.layout(geometry, bucket), leave_out) for bucket in order]
         self.arena = Arena(layouts, self.device, LOUD_WORD)
         self.oracle_arena = Arena([layout.for_oracle() for layout in layouts], self.device, ORACLE_WORD)

@@ -147,7 +147,7 @@ class ReplaySetup:
                 remap_slots=remap_slots,
                 record=record,
                 resettable=resettable,
-                forget=forgotten_inputs(self.fault),
+                skip_tail_reset=forgotten_inputs(self.fault),
                 leave_out=self.not_covered,
                 form=engine_form(self.factory),
                 waivers=self.waivers,

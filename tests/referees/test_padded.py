@@ -50,7 +50,7 @@ class Batch:
 
 
 class Bench:
-    """One subject over one bucket, with inputs and outputs at addresses that stay, filled as a registry fills them."""
+    """One subject over one bucket, with inputs and outputs at addresses that stay, filled as an engine fills them."""
 
     def __init__(self, subject: Subject, geometry: Geometry, bucket: int):
         self.subject, self.geometry, self.bucket = subject, geometry, bucket
