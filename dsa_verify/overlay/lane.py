@@ -43,7 +43,8 @@ _OLD: Final = "before."
 class Plan:
     """All lanes of an overlay have this in common. `fields`: those that are compared (None: all of the layout).
     `input_paths`, `output_paths`: where the server has them. `reference`: the server's own preparation, None for the
-    oracle. `tails`: whether pad rows of inputs must hold their pad values. `max_bytes`: what one lane may allocate."""
+    oracle. `check_pad_rows`: whether pad rows of inputs must hold their pad values. `max_bytes`: what one lane may
+    allocate."""
 
     system: System
     geometry: Geometry
@@ -51,7 +52,7 @@ class Plan:
     input_paths: Mapping[str, str] | None
     output_paths: Mapping[str, str] | None
     reference: Callable[[int, int], None] | None
-    tails: bool
+    check_pad_rows: bool
     max_bytes: int
 
 
@@ -194,7 +195,7 @@ class Lane:
             self.taken,
             request_rows=bound["req_to_token"].shape[0],
             raw=self.raw,
-            tails=self.plan.tails,
+            check_pad_rows=self.plan.check_pad_rows,
         )
         self.want: Mapping[str, torch.Tensor] = _like(self.outputs.bound)
         if self.plan.reference is None:

@@ -106,7 +106,7 @@ class Overlay:
         input_names: Mapping[str, str] | None = None,
         output_names: Mapping[str, str] | None = None,
         reference: Reference | None = None,
-        tails: bool = True,
+        check_pad_rows: bool = True,
         keep_rounds: int = KEEP_ROUNDS,
         widest: int | None = None,
         subject: str | None = None,
@@ -120,11 +120,11 @@ class Overlay:
         attributes; by default the fields' own names (`dsa_verify.Inputs`, the contract).
 
         `reference(raw_batch, bucket)`: the server's own preparation, which rewrites the live metadata in place on the
-        current stream; None compares with the oracle. `tails`: whether pad rows of the inputs must hold their pad
-        values (contract 0.2). `keep_rounds`: checked rounds, of buckets up to `widest` (by default the first that is
-        prepared), of which a difference makes a case (0: none); in it the server's pipeline is called `subject`.
-        `prepare_on_demand`: whether the first check of a bucket may prepare it,
-        which waits; otherwise it could not run. `max_bytes`: device memory of one bucket.
+        current stream; None compares with the oracle. `check_pad_rows`: whether pad rows of the inputs must hold their
+        pad values (contract 0.2). `keep_rounds`: checked rounds, of buckets up to `widest` (by default the first that
+        is prepared), of which a difference makes a case (0: none); in it the server's pipeline is called `subject`.
+        `prepare_on_demand`: whether the first check of a bucket may prepare it, which waits; otherwise it could not
+        run. `max_bytes`: device memory of one bucket.
 
         Lines and cases go to `directory`. UsageError for an argument that is wrong.
         """
@@ -151,7 +151,7 @@ class Overlay:
                 input_names=input_names,
                 output_names=output_names,
                 reference=reference,
-                tails=tails,
+                check_pad_rows=check_pad_rows,
                 keep_rounds=keep_rounds,
                 widest=widest,
                 subject=subject,
@@ -270,7 +270,7 @@ class Overlay:
             input_paths=setup.input_names,
             output_paths=setup.output_names,
             reference=setup.reference,
-            tails=setup.tails,
+            check_pad_rows=setup.check_pad_rows,
             max_bytes=setup.max_bytes,
         )
         ring = self._device.ring_for(bucket)

@@ -202,7 +202,7 @@ def test_a_pad_tail_that_is_not_reset_is_seen(serving: ModuleType, tmp_path: Pat
     assert line["elements"][0][3] == pad
     assert "with raw batch 2, batch rows 2 to 5 are pad rows" in line["sentence"]
     assert (summary.mismatches, set(summary.differing_words)) == (1, {name})
-    lenient = Hooked(serving, tmp_path / "lenient", tails=False)
+    lenient = Hooked(serving, tmp_path / "lenient", check_pad_rows=False)
     lenient.loop.filler = PaddedInputFiller(specs, lenient.loop.inputs.tensors(), skip_tail_reset=(name,))
     assert lenient.run(6, 2).overlay.close().clean
 

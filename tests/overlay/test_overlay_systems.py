@@ -266,7 +266,7 @@ def legal_inputs(layout: Layout, raw: torch.Tensor) -> tuple[LegalInputs, Taken]
         rows=torch.zeros((layout.bucket, token_columns(layout.geometry)), dtype=torch.int32, device=DEVICE),
         full_to_swa=torch.zeros(50, dtype=torch.int32, device=DEVICE) if layout.system == "padded" else None,
     )
-    return LegalInputs(layout, taken, request_rows=12, raw=raw, tails=True), taken
+    return LegalInputs(layout, taken, request_rows=12, raw=raw, check_pad_rows=True), taken
 
 
 @every_system
