@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from dsa_verify.base.atomic_write import reason_of, write_whole
+from dsa_verify.base.atomic_write import reason_of, write_atomically
 from dsa_verify.base.device import environment
 from dsa_verify.base.errors import UsageError
 from dsa_verify.base.writable import write
@@ -235,7 +235,7 @@ def _make_small(
 def _written(path: Path, text: str) -> str | None:
     """Write the case; why it cannot be, or None if it is there."""
     try:
-        write_whole(path, text)
+        write_atomically(path, text)
     except OSError as error:
         return reason_of(error)
     return None

@@ -20,7 +20,7 @@ import torch
 
 from dsa_verify.base.device_lost import raise_if_lost
 from dsa_verify.base.errors import DsaVerifyError, HarnessError
-from dsa_verify.base.out_of_memory import lack_of_memory
+from dsa_verify.base.out_of_memory import find_out_of_memory
 from dsa_verify.base.torch_functions import replaced_functions
 from dsa_verify.buffers.region import Kind, Region
 from dsa_verify.contract.layout import Compare
@@ -76,7 +76,7 @@ def require_sight(replayer: Replayer) -> None:
             raise
         except Exception as error:
             raise_if_lost(error)
-            if lack_of_memory(error) is not None:
+            if find_out_of_memory(error) is not None:
                 raise
             raise HarnessError(
                 f"the judge of bucket {captured.bucket} could not be tried on planted differences, it raised "

@@ -17,7 +17,7 @@ import torch
 
 from dsa_verify.base.device_lost import device_errors
 from dsa_verify.base.errors import DeviceLost, HarnessError, ReplayError
-from dsa_verify.base.out_of_memory import memory_told_apart
+from dsa_verify.base.out_of_memory import translate_out_of_memory
 from dsa_verify.base.torch_functions import replaced_functions
 from dsa_verify.base.torch_state import TorchState
 from dsa_verify.buffers.arena import Arena
@@ -158,7 +158,7 @@ class Replayer:
         rounds = zip(*(column.tolist() for column in columns), strict=True)
         before, state = self._compilations(), TorchState.now()
         try:
-            with memory_told_apart(), self._state_kept(state), compilations.in_rounds(self._stages.where):
+            with translate_out_of_memory(), self._state_kept(state), compilations.in_rounds(self._stages.where):
                 for i, (bucket, raw, twice, foreign) in enumerate(rounds):
                     between = None if after_first is None else functools.partial(after_first, self.buckets[bucket], i)
                     before_it = functools.partial(self._other_work, self.buckets[bucket], table, i) if foreign else None

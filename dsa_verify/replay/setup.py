@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from dsa_verify.base.errors import NothingVerified
-from dsa_verify.base.out_of_memory import memory_told_apart
+from dsa_verify.base.out_of_memory import translate_out_of_memory
 from dsa_verify.contract import progress
 from dsa_verify.contract.engine_form import engine_form
 from dsa_verify.contract.geometry import Geometry
@@ -136,7 +136,7 @@ class ReplaySetup:
         progress.current().open(self.scenario(()).to_json(), self.ledger.options, first)
         # Planted anew each time: a fault knows the buckets of its own run only.
         factory = self.factory if self.fault is None else plant(self.fault, self.factory, self.system.name)
-        with memory_told_apart():
+        with translate_out_of_memory():
             return Replayer(
                 self.system,
                 self.geometry,

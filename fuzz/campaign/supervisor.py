@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from dsa_verify.base.atomic_write import write_whole
+from dsa_verify.base.atomic_write import write_atomically
 from dsa_verify.base.errors import (
     STATUS_DEVICE_LOST,
     STATUS_EQUAL,
@@ -59,7 +59,7 @@ from fuzz.campaign.shard_folder import (
     signs_of_life,
     write_json,
 )
-from fuzz.campaign.worker_main import ORDERLY
+from fuzz.campaign.worker_main import STATUS_OFFSET
 
 LOG_FILE: Final = "log.txt"
 POLL_S: Final = 0.05
@@ -94,8 +94,8 @@ class _End:
 
     @classmethod
     def of(cls, returncode: int, wall_s: float, hung: bool, stopped: bool) -> _End:
-        orderly = ORDERLY <= returncode <= ORDERLY + STATUS_INTERRUPTED
-        status = returncode - ORDERLY if orderly else returncode
+        orderly = STATUS_OFFSET <= returncode <= STATUS_OFFSET + STATUS_INTERRUPTED
+        status = returncode - STATUS_OFFSET if orderly else returncode
         return cls(status=status, wall_s=wall_s, orderly=orderly, hung=hung, stopped=stopped)
 
     @property
@@ -310,7 +310,7 @@ def _keep(folder: Path, case: Scenario, kind: str) -> str:
     """Write the case beside those of other findings; its path in the folder."""
     text = dataclasses.replace(case, found=f"{kind} {case.found or ''}".strip()).to_json()
     stem = f"{get_system(case.system).name}-{kind.replace(' ', '-')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-    write_whole(folder / "cases" / f"{stem}.json", text)
+    write_atomically(folder / "cases" / f"{stem}.json", text)
     return f"cases/{stem}.json"
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from dsa_verify.base.atomic_write import write_whole
+from dsa_verify.base.atomic_write import write_atomically
 from dsa_verify.base.errors import HarnessError, UsageError
 from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.round import Scenario
@@ -248,7 +248,7 @@ def _shrunk(record: FindingRecord, finding: Finding, setup: JournalledSetup, fol
     except UsageError as error:
         return dataclasses.replace(record, note=f"not shrunk: {error}")
     path = Path("cases") / f"shrunk-{record.key.name}.json"
-    write_whole(folder / path, smaller.to_json())
+    write_atomically(folder / path, smaller.to_json())
     return dataclasses.replace(record, state="shrunk", shrunk=str(path))
 
 
@@ -330,7 +330,7 @@ def _without_fault(finding: Finding, setup: JournalledSetup, folder: Path) -> Fi
     for again in confirm(setup, case.rounds):
         if signature.matches(again):
             path = folder / "cases" / f"own-{Path(finding.case).name}"
-            write_whole(path, setup.scenario(case.rounds, found=again.sentence).to_json())
+            write_atomically(path, setup.scenario(case.rounds, found=again.sentence).to_json())
             return dataclasses.replace(again, case=str(path))
     return None
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import DEVICE, EagerDecode, backend, decode_round, setup_of, small
 
-from dsa_verify.base import atomic_write as whole_files
+from dsa_verify.base import atomic_write
 from dsa_verify.base.errors import DeviceLost, HarnessError
 from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.round import Round
@@ -169,7 +169,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, text: str, durable: bool) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(whole_files, "_replace", full)
+    monkeypatch.setattr(atomic_write, "_replace", full)
 
 
 @pytest.mark.parametrize("fault", ["off_by_one_page", "allocates_in_replay", "flaky"])

@@ -22,7 +22,7 @@ FATAL_ROUND = 19
 
 
 def work_shard(spec: Any, folder: Path, device: str) -> None:
-    from dsa_verify.base.atomic_write import write_whole
+    from dsa_verify.base.atomic_write import write_atomically
     from fuzz.campaign.shard_folder import STOP_FILE, FindingKey, FindingRecord, ShardResult, campaign_root, write_json
 
     behaviour = spec.plan.subject
@@ -32,14 +32,14 @@ def work_shard(spec: Any, folder: Path, device: str) -> None:
         facts = {"system": spec.system, "subject": behaviour, "field": field, "diagnosis": "stale", "sentence": field}
         facts |= {"contract": ["docs/contract/1-basic.md#1.1"]}
         key = FindingKey.of(facts, planted=planted)
-        write_whole(folder / "cases" / f"{field}.json", "{}")
+        write_atomically(folder / "cases" / f"{field}.json", "{}")
         for state in ("found", "confirmed", "shrunk"):
             FindingRecord(key=key, state=state, finding=facts, case=f"cases/{field}.json").write(folder)
             time.sleep(0.005)
 
     for chunk in range(CHUNKS):
         start = chunk * CHUNK
-        write_whole(folder / "journal.json", case(start, CHUNK).to_json())
+        write_atomically(folder / "journal.json", case(start, CHUNK).to_json())
         write_json(folder / "progress.json", {"rounds": start, "checked": start}, durable=False)
         time.sleep(0.01)
         if start == HELD_AT:
