@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from dsa_verify.base.device import settle_device
+    from dsa_verify.base.device import choose_device
     from dsa_verify.base.errors import (
         CaptureError,
         DeviceLost,
@@ -75,6 +75,7 @@ _HOME: Final = {
     "System": "dsa_verify.contract.system",
     "UsageError": "dsa_verify.base.errors",
     "case_paths": "fuzz.cases:paths",
+    "choose_device": "dsa_verify.base.device",
     "current_outputs": "dsa_verify.contract.subject",
     "diagnostic_matrix": "dsa_verify.rounds.matrix",
     "get_system": "dsa_verify.systems.catalogue",
@@ -82,7 +83,6 @@ _HOME: Final = {
     "new_result": "dsa_verify.run.runner",
     "open_backend": "dsa_verify.graphs",
     "read_case": "dsa_verify.rounds.case_file",
-    "settle_device": "dsa_verify.base.device",
 }
 
 # Spelled out once more, because a type checker reads a list and no table.
@@ -119,6 +119,7 @@ __all__ = [
     "System",
     "UsageError",
     "case_paths",
+    "choose_device",
     "current_outputs",
     "diagnostic_matrix",
     "get_system",
@@ -126,7 +127,6 @@ __all__ = [
     "new_result",
     "open_backend",
     "read_case",
-    "settle_device",
 ]
 
 

@@ -30,7 +30,7 @@ from dsa_verify.rounds.matrix import Config
 from dsa_verify.run.runner import Outcome, RunResult, new_result, status_of
 from dsa_verify.run.verify import replay_command
 from dsa_verify.subjects.faults import systems_of
-from dsa_verify.systems.catalogue import DEFAULT_SUBJECT, get_system, settled_geometry, systems_to_run
+from dsa_verify.systems.catalogue import DEFAULT_SUBJECT, get_system, resolve_geometry, systems_to_run
 from dsa_verify.waivers.waivers import Ledger, choose_ledger
 from fuzz.configurations import configurations, describe, share_out, visited
 from fuzz.engine.coverage import Coverage, say
@@ -104,7 +104,7 @@ def _configs(system: System, rounds: int, options: Options, backend: Backend) ->
     settings = parse_settings(options.settings)
     if options.drafts and not system.drafts and options.systems:
         raise UsageError(f"--draft-tokens: has no effect in {system.name}, which has no draft; leave it out")
-    geometry, fixed = settled_geometry(system, options.subject, device.type, options.preset, settings)
+    geometry, fixed = resolve_geometry(system, options.subject, device.type, options.preset, settings)
     if options.preset is not None:
         fixed |= {"indexer"}  # which is what the names of presets tell apart
     found = configurations(

@@ -211,7 +211,7 @@ def replay(timeout_s: float, **options: Any) -> None:
     """
 
     def work() -> int:
-        device = _settle(options.pop("device"))
+        device = _choose_device(options.pop("device"))
         from dsa_verify.cli.replay import Options, run
 
         return run(Options(**options), device)
@@ -251,7 +251,7 @@ def fuzz(timeout_s: float, **options: Any) -> None:
     """
 
     def work() -> int:
-        device = _settle(options.pop("device"))
+        device = _choose_device(options.pop("device"))
         from dsa_verify.cli.fuzz import Options, run
 
         return run(Options(**options), device)
@@ -281,20 +281,20 @@ def new(name: str) -> None:
 @click.option("--device", default="auto", show_default=True, help="Try this device: auto, cpu, cuda or cuda:INDEX.")
 def doctor(device: str) -> None:
     """Try this machine and say what it can verify."""
-    settled = _settle(device)
+    chosen = _choose_device(device)
     from dsa_verify.cli.doctor import run
 
-    sys.exit(run(settled))
+    sys.exit(run(chosen))
 
 
 @cli.command()
 @click.option("--device", default="auto", show_default=True, help="Ask for this device: auto, cpu, cuda or cuda:INDEX.")
 def subjects(device: str) -> None:
     """List the pipelines that `--subject` knows, and which can run here."""
-    settled = _settle(device)
+    chosen = _choose_device(device)
     from dsa_verify.cli.subjects import run
 
-    run(settled)
+    run(chosen)
 
 
 @cli.command()
@@ -339,11 +339,11 @@ def _end(status: int) -> None:
     sys.exit(status)
 
 
-def _settle(device: str) -> Any:
+def _choose_device(device: str) -> Any:
     """Choose the device before any kernel is imported, because Triton then decides to compile or to interpret."""
-    from dsa_verify.base.device import settle_device
+    from dsa_verify.base.device import choose_device
 
-    return settle_device(device)
+    return choose_device(device)
 
 
 def main() -> None:

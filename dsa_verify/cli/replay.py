@@ -24,7 +24,7 @@ from dsa_verify.rounds.edge_configs import edges, why_not_here
 from dsa_verify.rounds.matrix import Config, diagnostic_matrix
 from dsa_verify.run.runner import Runner, RunResult, new_result, status_of
 from dsa_verify.subjects.faults import systems_of
-from dsa_verify.systems.catalogue import DEFAULT_SUBJECT, get_system, settled_geometry, systems_to_run
+from dsa_verify.systems.catalogue import DEFAULT_SUBJECT, get_system, resolve_geometry, systems_to_run
 from dsa_verify.systems.trust import check_trust
 from dsa_verify.waivers.waivers import choose_ledger
 
@@ -183,7 +183,7 @@ def _matrix_plan(options: Options, backend: Backend) -> list[_Matrix]:
             if options.systems:
                 raise UsageError(f"--draft-tokens: has no effect in {name}, which has no draft; leave it out")
             continue
-        geometry, fixed = settled_geometry(system, options.subject, backend.device.type, options.preset, settings)
+        geometry, fixed = resolve_geometry(system, options.subject, backend.device.type, options.preset, settings)
         configs = diagnostic_matrix(
             system,
             geometry,

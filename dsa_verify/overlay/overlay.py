@@ -129,9 +129,9 @@ class Overlay:
         Lines and cases go to `directory`. UsageError for an argument that is wrong.
         """
         known = get_system(system)
-        settled = Geometry.resolve(geometry) if isinstance(geometry, str) else geometry
-        input_specs(known, settled)  # refuses a system that no check can know
-        layout = known.layout(settled, 1)
+        resolved = Geometry.resolve(geometry) if isinstance(geometry, str) else geometry
+        input_specs(known, resolved)  # refuses a system that no check can know
+        layout = known.layout(resolved, 1)
         unknown = [name for name in fields or () if name not in layout]
         if unknown or fields == ():
             has = ", ".join(field.name for field in layout)
@@ -142,7 +142,7 @@ class Overlay:
         return cls(
             Setup(
                 system=known,
-                geometry=settled,
+                geometry=resolved,
                 directory=Path(directory),
                 rank=rank,
                 first=first,
@@ -386,7 +386,7 @@ class Overlay:
     def _end(self) -> None:
         try:
             if self._device is not None:
-                self._device.stream.settle()
+                self._device.stream.synchronise()
             # Twice: what the last poll had asked for, and what came after it; each may lead to evidence.
             for _ in range(2):
                 self._ask()

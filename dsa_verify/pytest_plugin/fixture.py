@@ -1,6 +1,6 @@
 """DsaFixture is what the `dsa` fixture hands to a test. It runs the matrix or a case and fails the test in words.
 
-Importing this module imports the kernels, so the plugin settles the device first (device.py).
+Importing this module imports the kernels, so the plugin chooses the device first (device.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dsa_verify.graphs import open_backend
 from dsa_verify.rounds.case_file import read_case
 from dsa_verify.rounds.matrix import Config, diagnostic_matrix
 from dsa_verify.run.runner import Runner, RunResult, Subject, new_result
-from dsa_verify.systems.catalogue import get_system, settled_geometry
+from dsa_verify.systems.catalogue import get_system, resolve_geometry
 from dsa_verify.systems.trust import check_trust
 from dsa_verify.waivers.waivers import NO_WAIVERS, Ledger, beyond, rounds_by_waiver
 
@@ -136,10 +136,10 @@ class DsaFixture:
         if rounds is not None and (type(rounds) is not int or rounds < 1):
             raise UsageError(f"rounds: {rounds!r} must be an integer of 1 or more, or nothing is verified")
         preset = self.preset if preset is None else preset
-        settled, fixed = settled_geometry(known, subject, self.device.type, preset, geometry)
+        resolved, fixed = resolve_geometry(known, subject, self.device.type, preset, geometry)
         configs = diagnostic_matrix(
             known,
-            settled,
+            resolved,
             rounds=rounds or self.rounds,
             seed=self.seed,
             batches=batches or TEST_BATCHES,

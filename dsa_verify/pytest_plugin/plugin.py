@@ -192,7 +192,7 @@ def _integer(text: str, low: int, high: int) -> int:
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest captures output
 def pytest_load_initial_conftests(early_config: pytest.Config) -> Iterator[None]:
     # Kernels in a conftest or test module are decorated, and so bound to compiler or interpreter, while pytest
-    # collects, which is long before the fixture settles the device.
+    # collects, which is long before the fixture chooses the device.
     if early_config.known_args_namespace.dsa_device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
     pytest_guard.guard(early_config)
@@ -217,13 +217,13 @@ def dsa_fixture(session: pytest.Session) -> DsaFixture:
 
 
 def _open_fixture(session: pytest.Session) -> DsaFixture:
-    from dsa_verify.base.device import settle_device
+    from dsa_verify.base.device import choose_device
     from dsa_verify.base.errors import UsageError
 
     config, option = session.config, session.config.option
     pytest_guard.begin_to_verify()
     try:
-        device = settle_device(option.dsa_device)
+        device = choose_device(option.dsa_device)
     except UsageError as error:
         raise pytest.fail.Exception(f"--dsa-device: {error}", pytrace=False) from None
     from dsa_verify.pytest_plugin.fixture import DsaFixture, Session

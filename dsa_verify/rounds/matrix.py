@@ -122,20 +122,22 @@ def diagnostic_matrix(
                 f"request_rows: {geometry.request_rows} rows are too few for a batch of {max(buckets)} requests and "
                 f"the pad request; use {max(buckets) + 1} or more"
             )
-        settled = base.replace(**{key: value for key, value in turning.items() if key not in fixed})
+        config_geometry = base.replace(**{key: value for key, value in turning.items() if key not in fixed})
         count = rounds if rounds is not None else len(_script_shapes(system, buckets))
-        note = ", ".join(_what_is_special(geometry, settled))
-        configs.append(Config(system=system, geometry=settled, buckets=buckets, rounds=count, seed=seed, note=note))
+        note = ", ".join(_what_is_special(geometry, config_geometry))
+        configs.append(
+            Config(system=system, geometry=config_geometry, buckets=buckets, rounds=count, seed=seed, note=note)
+        )
     return configs
 
 
-def _what_is_special(geometry: Geometry, settled: Geometry) -> Iterator[str]:
+def _what_is_special(geometry: Geometry, config_geometry: Geometry) -> Iterator[str]:
     """Yield what is special in a configuration of `geometry`, beyond what all turn over."""
-    if settled.preset != geometry.preset:
-        yield settled.preset
-    if settled.architecture != geometry.architecture:
-        yield f"architecture {settled.architecture}"
-    if settled.low_ratios and not geometry.low_ratios:
+    if config_geometry.preset != geometry.preset:
+        yield config_geometry.preset
+    if config_geometry.architecture != geometry.architecture:
+        yield f"architecture {config_geometry.architecture}"
+    if config_geometry.low_ratios and not geometry.low_ratios:
         yield "low ratios"
 
 

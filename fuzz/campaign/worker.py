@@ -3,7 +3,7 @@
 Every finding is written down, repeated from nothing, shrunk, and written down at each step. Then the same is done with
 a fault planted, which must come out at the other end: a campaign that reports nothing has to show that it could.
 
-Importing this imports kernels, so the device is settled first (device.py).
+Importing this imports kernels, so the device is chosen first (device.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dsa_verify.rounds.case_file import read_case
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.verify import Counts
 from dsa_verify.subjects.faults import get_fault
-from dsa_verify.systems.catalogue import get_system, settled_geometry
+from dsa_verify.systems.catalogue import get_system, resolve_geometry
 from dsa_verify.systems.trust import check_trust
 from dsa_verify.waivers.waivers import Ledger, check_names, choose_ledger, parse_ledger
 from fuzz.campaign.journal import Journal, JournalledSetup, Stopped
@@ -107,7 +107,7 @@ def configuration(setup: JournalledSetup) -> str:
 def _setup(spec: ShardSpec, backend: Backend) -> ReplaySetup:
     """What the shard runs: one configuration of the diagnostic matrix of its system."""
     plan, system = spec.plan, get_system(spec.system)
-    geometry, fixed = settled_geometry(system, plan.subject, backend.device.type, plan.preset, plan.settings)
+    geometry, fixed = resolve_geometry(system, plan.subject, backend.device.type, plan.preset, plan.settings)
     drafts = [geometry.draft_tokens] if "draft_tokens" in plan.settings else plan.drafts or None
     configs = diagnostic_matrix(
         system,
@@ -206,7 +206,7 @@ def take(finding: Finding, setup: JournalledSetup, folder: Path) -> FindingRecor
 
 
 def _found(finding: Finding, setup: JournalledSetup, folder: Path) -> FindingRecord:
-    """Its record: one that is settled, or that it was found."""
+    """Return its record: the final one, or the one that says that it was found."""
     key = FindingKey.of(finding.to_dict(), planted=setup.planted)
     known = FindingRecord.read(folder / "findings" / f"{key.name}.json")
     if known is not None and known.is_final:

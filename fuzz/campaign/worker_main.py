@@ -47,9 +47,9 @@ STATUS_OFFSET: Final = 96
 
 def run_shard(spec: ShardSpec, folder: Path) -> ShardResult:
     """Run the shard in this process; what it finds is in `folder`. Raises what the statuses stand for."""
-    from dsa_verify.base.device import settle_device
+    from dsa_verify.base.device import choose_device
 
-    device = settle_device(spec.plan.device)
+    device = choose_device(spec.plan.device)
     from fuzz.campaign.worker import work_shard
 
     return work_shard(spec, folder, device)
@@ -57,12 +57,12 @@ def run_shard(spec: ShardSpec, folder: Path) -> ShardResult:
 
 def repeat_case(case: Path, folder: Path, device: str) -> None:
     """Replay a case that ended a process and see whether it ends this one, too."""
-    from dsa_verify.base.device import settle_device
+    from dsa_verify.base.device import choose_device
 
-    settled = settle_device(device)
+    chosen = choose_device(device)
     from fuzz.campaign.worker import replay_step_by_step
 
-    replay_step_by_step(case, folder, settled)
+    replay_step_by_step(case, folder, chosen)
 
 
 def _status_of(work: Callable[[], None]) -> int:

@@ -80,7 +80,7 @@ def shrink(
         search = _Search(trials, *_start(trials, scenario), on_accept)
         for screening in (True, False):
             search.screening = screening
-            search.settle()
+            search.run_to_fixpoint()
     except OutOfTime:
         finished = False
     if search is None:
@@ -122,7 +122,7 @@ class _Search:
         self.screening = True
         self._trials, self._on_accept = trials, on_accept
 
-    def settle(self) -> None:
+    def run_to_fixpoint(self) -> None:
         """Go through the passes until a whole turn achieves nothing."""
         before = None
         while before != self.best:

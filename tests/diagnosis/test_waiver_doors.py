@@ -166,8 +166,8 @@ def shard_facts(root: Path, entries: list[dict[str, Any]], number: int, subject:
         batches=(4,),
         waivers=tuple(entries),
     )
-    settled = load_or_create_plan(root, dataclasses.asdict(plan), {})
-    assert settled == load_or_create_plan(root, {}, {}) == plan, "the ledger is part of the plan"
+    loaded = load_or_create_plan(root, dataclasses.asdict(plan), {})
+    assert loaded == load_or_create_plan(root, {}, {}) == plan, "the ledger is part of the plan"
     shard_work.work_shard(ShardSpec(plan=plan, number=number), shard_folder(root, number), DEVICE)
     return summary(CampaignState.read(root))
 

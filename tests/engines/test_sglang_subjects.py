@@ -30,7 +30,7 @@ from dsa_verify.systems.catalogue import (
     OF_THE_SUBJECT,
     SYSTEMS,
     get_system,
-    settled_geometry,
+    resolve_geometry,
     subject_factory,
     systems_to_run,
 )
@@ -66,7 +66,7 @@ def test_every_subject_is_found_without_sglang(absent: None, name: str) -> None:
     assert subject.name == f"sglang:{name}"
     label, factory = subject_factory(get_system(subject.system), subject.name)
     assert (label, factory) == (subject.name, load_attribute(subject.reference))
-    geometry, fixed = settled_geometry(get_system(subject.system), subject.name, "cuda")
+    geometry, fixed = resolve_geometry(get_system(subject.system), subject.name, "cuda")
     assert fixed == {*subject.settings, OWN_TABLES, *OF_THE_SUBJECT, OF_OTHERS}
     assert all(getattr(geometry, key) == value for key, value in subject.settings.items())
 
@@ -109,11 +109,11 @@ def test_a_second_engine_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_campaign_takes_the_system_from_the_subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Plan] = []
 
-    def settle(root: Path, given: Mapping[str, Any], default: Mapping[str, Any]) -> Plan:
+    def load(root: Path, given: Mapping[str, Any], default: Mapping[str, Any]) -> Plan:
         seen.append(Plan(**{**default, **given}))
         raise UsageError("enough")
 
-    monkeypatch.setattr("dsa_verify.cli.campaign.load_or_create_plan", settle)
+    monkeypatch.setattr("dsa_verify.cli.campaign.load_or_create_plan", load)
     result = CliRunner().invoke(campaign, ["run", str(tmp_path / "c"), "--subject", "sglang:draft_extend"])
     assert str(result.exception) == "enough"
     assert (seen[0].systems, seen[0].subject) == (("draft_extend",), "sglang:draft_extend")

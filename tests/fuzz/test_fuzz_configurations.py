@@ -12,7 +12,7 @@ import pytest
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import INDEX_DTYPES, INPUT_VIEWS, LOG_BASES, PADDED_MODES, TABLE_VIEWS, parse_settings
 from dsa_verify.rounds.matrix import Config, diagnostic_matrix
-from dsa_verify.systems.catalogue import SYSTEMS, settled_geometry
+from dsa_verify.systems.catalogue import SYSTEMS, resolve_geometry
 from dsa_verify.systems.dcp import SIZES as DCP_SIZES
 from dsa_verify.systems.mtp import STEPS as DRAFT_STEPS
 from fuzz.configurations import (
@@ -46,7 +46,7 @@ def drawn(
     **rest: Any,
 ) -> list[Config]:
     known = SYSTEMS[system]
-    geometry, fixed = settled_geometry(known, subject, device, preset, parse_settings(settings))
+    geometry, fixed = resolve_geometry(known, subject, device, preset, parse_settings(settings))
     options = {"rounds": 1000, "subject": subject, "fixed": fixed, **rest}
     return configurations(known, geometry, seed=seed, device_type=device, **options)
 
@@ -301,5 +301,5 @@ def test_dcp_of_the_size_of_a_model_has_a_topk_that_fills_no_block() -> None:
     for subject, expected in ((None, {192, 2048}), ("a:B", {2048})):
         configs = [config for seed in range(4) for config in drawn("dcp", seed, "cuda", subject=subject)]
         assert {config.geometry.topk for config in configs} == expected
-        geometry, fixed = settled_geometry(known, subject, "cuda", None, {})
+        geometry, fixed = resolve_geometry(known, subject, "cuda", None, {})
         assert {config.geometry.topk for config in diagnostic_matrix(known, geometry, fixed=fixed)} == expected

@@ -14,7 +14,7 @@ from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round
 from dsa_verify.contract.round_table import tabulate
 from dsa_verify.rounds.matrix import CHUNK_ROUNDS, REMAPS_PER_ROUND, Config, diagnostic_matrix
-from dsa_verify.systems.catalogue import SYSTEMS, settled_geometry
+from dsa_verify.systems.catalogue import SYSTEMS, resolve_geometry
 from fuzz.engine.coverage import SAME_PAGES, TENANTS, Coverage
 from fuzz.engine.steps import AIMED, ENGINE
 from fuzz.engine.world import World
@@ -26,7 +26,7 @@ SLOW_ROUNDS, ROUNDS = 20_000, 300
 
 def configuration(system: str, device: str, batch: int) -> Config:
     known = SYSTEMS[system]
-    geometry, fixed = settled_geometry(known, None, device)
+    geometry, fixed = resolve_geometry(known, None, device)
     return diagnostic_matrix(known, geometry, batches=(batch,), drafts=(3,) if known.drafts else None, fixed=fixed)[0]
 
 

@@ -21,7 +21,7 @@ from dsa_verify.rounds.edge_configs import Edge, EdgeKind, edges, why_not_here
 from dsa_verify.rounds.matrix import Config, diagnostic_matrix
 from dsa_verify.run.runner import Runner, RunResult, new_result
 from dsa_verify.subjects.adapters.sglang import SUBJECTS, basic, indexer, kpool, mtp, wheel
-from dsa_verify.systems.catalogue import SYSTEMS, settled_geometry
+from dsa_verify.systems.catalogue import SYSTEMS, resolve_geometry
 
 BASIC = ("decode", "target_verify", "draft_extend")
 GAP = ("paged_mqa_schedule_metadata", "topk_v2_plan")
@@ -59,7 +59,7 @@ def run_of(name: str, configs: Sequence[Config]) -> RunResult:
 
 def matrix(name: str, preset: str | None = None, **settings: Any) -> list[Config]:
     system = SYSTEMS[SUBJECTS[name].system]
-    geometry, fixed = settled_geometry(system, SUBJECTS[name].name, "cuda", preset, settings)
+    geometry, fixed = resolve_geometry(system, SUBJECTS[name].name, "cuda", preset, settings)
     return diagnostic_matrix(system, geometry, fixed=fixed)
 
 
@@ -135,7 +135,7 @@ def test_the_copies_alone_pass_the_matrix(copies: None, steps: int) -> None:
 
 def edges_of(name: str, kind: EdgeKind) -> list[Edge]:
     system = SYSTEMS[SUBJECTS[name].system]
-    geometry, fixed = settled_geometry(system, SUBJECTS[name].name, "cuda")
+    geometry, fixed = resolve_geometry(system, SUBJECTS[name].name, "cuda")
     return [edge for edge in edges(system, geometry, seed=0, fixed=fixed) if edge.kind is kind]
 
 

@@ -33,9 +33,9 @@ def without_hypothesis(pytester: pytest.Pytester) -> None:
 def imported() -> None:
     """pytester forgets what a session within this process imported, but torch cannot be imported twice. So whatever
     a verification imports, some of it late, is imported before the first session."""
-    from dsa_verify.base.device import settle_device
+    from dsa_verify.base.device import choose_device
 
-    device = settle_device("auto")
+    device = choose_device("auto")
     import dsa_verify.pytest_plugin.fixture  # noqa: F401
     from dsa_verify.contract.geometry import Geometry
     from dsa_verify.graphs import open_backend

@@ -362,11 +362,11 @@ def test_the_matrix_turns_floors_over_request_by_request(subject: type[Padded], 
 
 
 def test_rounds_of_a_run_that_settles_the_floor_say_none() -> None:
-    settled = diagnostic_matrix(
+    loaded = diagnostic_matrix(
         SYSTEMS["padded"], tiny("decode", 1, replay_floor=3), batches=[4], fixed=frozenset({"replay_floor"})
     )
-    assert not any(config.geometry.request_floors for config in settled)
-    assert all(round_.replay_floors is None for table in settled[0].chunks() for round_ in table.rounds())
+    assert not any(config.geometry.request_floors for config in loaded)
+    assert all(round_.replay_floors is None for table in loaded[0].chunks() for round_ in table.rounds())
 
 
 @pytest.mark.parametrize("source", ["matrix", "random", "world", "columns"])

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from dsa_verify.base.device import settle_device
+from dsa_verify.base.device import choose_device
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.layout import Compare
 from dsa_verify.contract.round import POISONS, Round
@@ -262,7 +262,7 @@ def machine_for(
     device: str = "auto",
 ) -> type[Machine]:
     """`machine_of` from names alone, as in the line that a failing machine gives."""
-    backend = open_backend(settle_device(device))
+    backend = open_backend(choose_device(device))
     resolved = Geometry.resolve(preset, geometry)
     return machine_of(ReplaySetup.make(get_system(system), resolved, buckets, 0, subject, fault, backend))
 

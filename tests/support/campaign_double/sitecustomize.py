@@ -152,7 +152,7 @@ def case(start: int, count: int) -> Any:
 
 
 for name, attributes in {
-    "dsa_verify.base.device": {"settle_device": lambda text: text},
+    "dsa_verify.base.device": {"choose_device": lambda text: text},
     "fuzz.campaign.worker": {"work_shard": work_shard, "replay_step_by_step": replay_step_by_step},
 }.items():
     sys.modules[name] = types.ModuleType(name)
