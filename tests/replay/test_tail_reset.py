@@ -1,4 +1,4 @@
-"""PaddedInputFiller: tails, prefixes, hooks and what is left alone (contract 0.2, 7.5); and a tail that is forgotten."""
+"""PaddedInputFiller: tails, prefixes, what is left alone, and a tail that is not reset (contract 0.2, 7.5)."""
 
 from __future__ import annotations
 
