@@ -24,11 +24,11 @@ from dsa_verify.buffers.region import (
     Kind,
     Region,
     as_words,
-    beyond_regions,
     field_regions,
     guard_regions,
     input_regions,
     private_fields,
+    wider_bucket_regions,
 )
 from dsa_verify.contract import progress
 from dsa_verify.contract.engine_form import EngineForm
@@ -140,7 +140,7 @@ class Capture:
         around = [
             *guard_regions(self.arena, Kind.GUARD),
             *guard_regions(self.input_buffers, Kind.GUARD),
-            *beyond_regions(self.arena, layout.bucket),
+            *wider_bucket_regions(self.arena, layout.bucket),
         ]
         laws = LawWatch(layout, {**sides.outputs, **shown.righted}, sides.oracle_buffers)
         judges = self._judges(sides, fields, around, laws)

@@ -232,7 +232,7 @@ def _count(replayer: Replayer, counts: Counts, *, waivers_due: bool) -> None:
             counts.rounds_checked += seen.rounds
             counts.fields_checked += seen.rounds * seen.fields
             counts.elements_compared += seen.tally.compared
-            counts.mismatches += seen.tally.count(Kind.FIELD, Kind.BEYOND, Kind.INPUT)
+            counts.mismatches += seen.tally.count(Kind.FIELD, Kind.WIDER_BUCKET, Kind.INPUT)
             counts.guard_hits += seen.tally.count(Kind.GUARD)
             _count_waived(replayer, bucket, seen, counts, waivers_due)
 

@@ -28,7 +28,7 @@ def make_regions(rows: int, columns: int, slack: int, low: int, high: int) -> di
         "wide": Region(name="wide", got=words(rows, columns * 2, slack), words_per_element=2, **field),
         "guard": Region(kind=Kind.GUARD, name="guard", got=words(1, 300), constant=GUARD_WORD, poisonable=True),
         "beyond": Region(
-            kind=Kind.BEYOND, name="beyond", got=words(rows, columns), constant=LOUD_WORD, poisonable=True
+            kind=Kind.WIDER_BUCKET, name="beyond", got=words(rows, columns), constant=LOUD_WORD, poisonable=True
         ),
         "constant": Region(kind=Kind.FIELD, name="constant", got=words(rows, columns), low=low, high=high),
         "input": Region(kind=Kind.INPUT, name="input", got=words(rows, columns)),
