@@ -1,4 +1,4 @@
-"""`dsa-verify fuzz`: worlds of rounds for one subject or several systems, to lines, JSON and an exit status. What is
+"""`dsa-verify fuzz`: simulated rounds for one subject or several systems, to lines, JSON and an exit status. What is
 found is shrunk, and what the small case depends on is said in words."""
 
 from __future__ import annotations

@@ -350,7 +350,7 @@ def main() -> None:
     """Run the `dsa-verify` command. Every round that it replays makes seven stops (docs/architecture.md):
 
     1. draw: rounds are scripted, drawn, or read from a case. `dsa_verify/rounds/matrix.py`,
-       `fuzz/engine/world.py`, `dsa_verify/rounds/case_file.py`
+       `fuzz/engine/simulator.py`, `dsa_verify/rounds/case_file.py`
     2. tabulate: a chunk of rounds becomes one table. `dsa_verify/contract/round_table.py`
     3. fill: inputs are written and outputs poisoned. `dsa_verify/buffers/input_buffers.py`,
        `dsa_verify/buffers/poison.py`

@@ -55,7 +55,7 @@ CANARY_SHRINK_S: Final = 10.0  # that it shrinks at all is what is to be shown
 # A subject that fails again and again is not made known any better by a hundred more of its failures.
 MOST_FINDINGS: Final = 4
 CANARY_ROUNDS: Final = 192
-# Faults that the world's first CANARY_ROUNDS rounds show, whatever the configuration.
+# Faults that the simulator's first CANARY_ROUNDS rounds show, whatever the configuration.
 CANARIES: Final = (
     "skip_refresh",
     "not_refreshed",

@@ -1,8 +1,8 @@
 """Resident rounds: whole chunks drawn from a counter on the setup's own device, with no work for a single round.
 
-A steered world (world.py) costs about a millisecond a round, ten times what a small round costs a GPU. These rounds are
-not steered: each is a hash of (seed, number), so that any of them can be rebuilt without having been stored, and
-coverage is taken of a sample.
+A steered simulator (simulator.py) costs about a millisecond a round, ten times what a small round costs a GPU. These
+rounds are not steered: each is a hash of (seed, number), so that any of them can be rebuilt without having been stored,
+and coverage is taken of a sample.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Lane(IntEnum):
     PREFIX_ROW = 17
     PREFIX_PAGES = 18
     FLOOR = 19
-    # world.py and regimes.py
+    # simulator.py and steps.py
     REUSE = 32
     REGIME = 33
     STEER = 34

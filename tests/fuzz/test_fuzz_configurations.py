@@ -29,7 +29,7 @@ from fuzz.configurations import (
 )
 from fuzz.engine.coverage import Coverage
 from fuzz.engine.limits import most_requests
-from fuzz.engine.world import World
+from fuzz.engine.simulator import EngineSimulator
 
 DEVICES = ("cpu", "cuda")
 everywhere = pytest.mark.parametrize("system, device", list(itertools.product(sorted(SYSTEMS), DEVICES)))
@@ -52,7 +52,7 @@ def drawn(
 
 
 def check_legal(config: Config) -> None:
-    """The layouts of all buckets exist, and a world has room for a request."""
+    """The layouts of all buckets exist, and a simulator has room for a request."""
     geometry, system = config.geometry, config.system
     assert geometry.replace() == geometry, "a case could not say it"
     assert len(set(config.buckets)) == len(config.buckets)
@@ -60,7 +60,7 @@ def check_legal(config: Config) -> None:
     for bucket in config.buckets:
         assert system.layout(geometry, bucket).fields
         assert most_requests(system, geometry, bucket) == bucket or system.name == "ragged_verify"
-    World(system, geometry, config.buckets, config.seed, outside=False).step()
+    EngineSimulator(system, geometry, config.buckets, config.seed, outside=False).step()
 
 
 @everywhere
@@ -291,7 +291,7 @@ def test_a_configuration_is_said_in_words_and_in_json() -> None:
 def test_coverage_can_be_had_of_a_wide_batch() -> None:
     config = drawn("ragged_verify", 0)[0]
     coverage = Coverage(SYSTEMS["ragged_verify"], config.geometry, config.buckets)
-    World(SYSTEMS["ragged_verify"], config.geometry, config.buckets, 0, coverage=coverage).rounds(5)
+    EngineSimulator(SYSTEMS["ragged_verify"], config.geometry, config.buckets, 0, coverage=coverage).rounds(5)
     assert coverage.rounds == 5
 
 

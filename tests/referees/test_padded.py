@@ -27,8 +27,8 @@ from dsa_verify.subjects.pipelines.padded import Padded
 from dsa_verify.systems.catalogue import SYSTEMS
 from dsa_verify.systems.padded import padded
 from fuzz.engine.expansion import expand
+from fuzz.engine.simulator import EngineSimulator
 from fuzz.engine.strategies import spec_at
-from fuzz.engine.world import World
 from oracles.padded import PaddedOracle
 
 MODES = [(mode, n) for mode in PADDED_MODES for n in ((1,) if mode == "decode" else (2, 4, 6))]
@@ -369,7 +369,7 @@ def test_rounds_of_a_run_that_settles_the_floor_say_none() -> None:
     assert all(round_.replay_floors is None for table in loaded[0].chunks() for round_ in table.rounds())
 
 
-@pytest.mark.parametrize("source", ["matrix", "random", "world", "columns"])
+@pytest.mark.parametrize("source", ["matrix", "random", "simulator", "columns"])
 def test_floors_lie_below_in_and_above_the_window(source: str) -> None:
     """In each source of rounds, and one a request row."""
     geometry = tiny("verify", 2, request_floors=True, request_rows=20)
@@ -377,8 +377,8 @@ def test_floors_lie_below_in_and_above_the_window(source: str) -> None:
         first = diagnostic_matrix(SYSTEMS["padded"], geometry, batches=[6], drafts=[2], rounds=200)[0]
         rounds = [round_ for table in first.chunks() for round_ in table.rounds()]
         rounds = rounds[:30] if source == "matrix" else rounds[40:]
-    elif source == "world":
-        rounds = World(SYSTEMS["padded"], geometry, (6, 2), 1).rounds(150)
+    elif source == "simulator":
+        rounds = EngineSimulator(SYSTEMS["padded"], geometry, (6, 2), 1).rounds(150)
     else:
         rounds = [
             expand(spec_at(2, i, SYSTEMS["padded"], geometry, (6, 2)), SYSTEMS["padded"], geometry) for i in range(150)
