@@ -1,4 +1,4 @@
-"""Demand: makes a round hold a boundary of contract 10, whatever it held before."""
+"""This module makes a round hold a boundary of contract 10, whatever it held before."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _EXTEND_LENGTHS: Final = {"longer than the length": -1, "equal to the length": 0
 
 
 def fewest_requests(boundary: Boundary) -> int:
-    """Live requests that a round needs to hold `boundary`."""
+    """Return how many live requests a round needs to hold `boundary`."""
     if boundary.which == "middle":
         return 3
     several = boundary.which in (ONE_TWICE, "nothing by one request")
     return 0 if boundary.kind is Kind.BATCH else 2 if several else 1
 
 
-def hold(boundary: Boundary, base: Round, system: System, geometry: Geometry) -> Round:
-    """`base` with `boundary` in it; `base` has the bucket and enough requests for it."""
+def force_boundary(boundary: Boundary, base: Round, system: System, geometry: Geometry) -> Round:
+    """Return `base` with `boundary` in it; `base` has the bucket and enough requests for it."""
     lengths = _lengths(boundary, base, system, geometry)
     seq_lens = defined(system, geometry, base.bucket, tuple(lengths))
     return dataclasses.replace(base, seq_lens=seq_lens, **_other_changes(boundary, base, system, geometry))
@@ -78,7 +78,7 @@ def _extend_lens(which: str, base: Round, n: int) -> dict[str, Any]:
 
 
 def defined(system: System, geometry: Geometry, bucket: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """`lengths`, but not all zero where the contract leaves that undefined (3.6)."""
+    """Return `lengths`, but not all zero where the contract leaves that undefined (3.6)."""
     if lengths and len(lengths) == bucket and not any(lengths) and undefined_when_empty(system, geometry, bucket):
         return (1, *lengths[1:])
     return lengths

@@ -33,7 +33,7 @@ from dsa_verify.contract.round import POISONS, Round, one_floor_each
 from dsa_verify.contract.system import System
 from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
 from fuzz.engine.boundaries import Boundary, Kind, boundaries
-from fuzz.engine.boundary_rounds import defined, fewest_requests, hold
+from fuzz.engine.boundary_rounds import defined, fewest_requests, force_boundary
 from fuzz.engine.coverage import ON_OTHER_PAGES, SAME_PAGES, TENANTS, Array, Coverage
 from fuzz.engine.expansion import Lane, RoundSpec, as_round, below, expand_columns, word
 from fuzz.engine.limits import most_requests
@@ -174,7 +174,7 @@ class EngineSimulator:
 
     def at(self, boundary: Boundary) -> Round:
         """A round that holds `boundary`; what it leaves open is drawn."""
-        return self._with_moves(hold(boundary, self._base(boundary), self.system, self.geometry))
+        return self._with_moves(force_boundary(boundary, self._base(boundary), self.system, self.geometry))
 
     def check(self) -> None:
         """AssertionError if the simulator is in a state that no engine can be in."""
