@@ -46,9 +46,9 @@ class Line:
 
 def measure(system_name: str, fault: str, seeds: int, device_name: str) -> Line:
     """One line of the table."""
-    from dsa_verify.base.device import settle_device
+    from dsa_verify.base.device import choose_device
 
-    device = settle_device(device_name)
+    device = choose_device(device_name)
     from dsa_verify.contract.geometry import Geometry
     from dsa_verify.graphs import open_backend
     from dsa_verify.replay.setup import ReplaySetup

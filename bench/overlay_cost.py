@@ -22,7 +22,7 @@ from typing import Any, Final
 import click
 import torch
 
-from dsa_verify.base.device import settle_device
+from dsa_verify.base.device import choose_device
 
 ROUNDS: Final = 64  # that are prepared before anything is timed
 WARM_STEPS: Final = 30
@@ -116,7 +116,7 @@ def _block_us(loop: Loop, hook: Callable[[int], None] | None, steps: int, *, wai
 @click.option("--bucket", default=14, show_default=True, help="Requests of the captured batch.")
 @click.option("--draft-tokens", default=4, show_default=True, help="N; 1 is decode.")
 def main(step_ms: float, blocks: int, steps: int, bucket: int, draft_tokens: int) -> None:
-    device = settle_device("cuda")
+    device = choose_device("cuda")
     from dsa_verify.overlay import Overlay
 
     loop = Loop(bucket, draft_tokens, step_ms, device)

@@ -10,11 +10,11 @@ import time
 
 import torch
 
-from dsa_verify.base.device import settle_device
+from dsa_verify.base.device import choose_device
 
 
 def main() -> None:
-    device = settle_device("cuda")
+    device = choose_device("cuda")
     from dsa_verify.contract.geometry import Geometry
     from dsa_verify.graphs import open_backend
     from dsa_verify.judge.judge import Phase

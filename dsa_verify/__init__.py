@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from dsa_verify.base.device import settle_device
+    from dsa_verify.base.device import choose_device
     from dsa_verify.base.errors import (
         CaptureError,
         DeviceLost,
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
         UsageError,
     )
     from dsa_verify.buffers.arena import Arena
-    from dsa_verify.buffers.tail_reset import BufferRegistry
-    from dsa_verify.contract.engine_form import OwnForm, PadRows
+    from dsa_verify.buffers.tail_reset import PaddedInputFiller
+    from dsa_verify.contract.engine_form import EngineForm, PadRows
     from dsa_verify.contract.finding import Diagnosis, Finding
     from dsa_verify.contract.geometry import Geometry
     from dsa_verify.contract.layout import Compare, Field, Layout, Lifetime, Live, Row
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from dsa_verify.graphs import Backend, open_backend
     from dsa_verify.overlay.overlay import NullOverlay, Overlay
     from dsa_verify.overlay.ring import CaptureRing
-    from dsa_verify.pytest_plugin.fixture import Verification
+    from dsa_verify.pytest_plugin.fixture import DsaFixture
     from dsa_verify.rounds.case_file import read_case
     from dsa_verify.rounds.matrix import diagnostic_matrix
-    from dsa_verify.run.runner import Run, Runner, open_run
+    from dsa_verify.run.runner import Runner, RunResult, new_result
     from dsa_verify.systems.catalogue import get_system
     from fuzz.cases import paths as case_paths
 
@@ -46,14 +46,15 @@ if TYPE_CHECKING:
 _HOME: Final = {
     "Arena": "dsa_verify.buffers.arena",
     "Backend": "dsa_verify.graphs",
-    "BufferRegistry": "dsa_verify.buffers.tail_reset",
     "Buffers": "dsa_verify.contract.subject",
     "CaptureError": "dsa_verify.base.errors",
     "CaptureRing": "dsa_verify.overlay.ring",
     "Compare": "dsa_verify.contract.layout",
     "DeviceLost": "dsa_verify.base.errors",
     "Diagnosis": "dsa_verify.contract.finding",
+    "DsaFixture": "dsa_verify.pytest_plugin.fixture",
     "DsaVerifyError": "dsa_verify.base.errors",
+    "EngineForm": "dsa_verify.contract.engine_form",
     "Field": "dsa_verify.contract.layout",
     "Finding": "dsa_verify.contract.finding",
     "Geometry": "dsa_verify.contract.geometry",
@@ -66,12 +67,12 @@ _HOME: Final = {
     "NullOverlay": "dsa_verify.overlay.overlay",
     "OutOfMemory": "dsa_verify.base.errors",
     "Overlay": "dsa_verify.overlay.overlay",
-    "OwnForm": "dsa_verify.contract.engine_form",
     "PadRows": "dsa_verify.contract.engine_form",
+    "PaddedInputFiller": "dsa_verify.buffers.tail_reset",
     "ReplayError": "dsa_verify.base.errors",
     "Round": "dsa_verify.contract.round",
     "Row": "dsa_verify.contract.layout",
-    "Run": "dsa_verify.run.runner",
+    "RunResult": "dsa_verify.run.runner",
     "Runner": "dsa_verify.run.runner",
     "Scenario": "dsa_verify.contract.round",
     "StaticInput": "dsa_verify.contract.static_inputs",
@@ -79,30 +80,30 @@ _HOME: Final = {
     "SubjectFactory": "dsa_verify.contract.subject",
     "System": "dsa_verify.contract.system",
     "UsageError": "dsa_verify.base.errors",
-    "Verification": "dsa_verify.pytest_plugin.fixture",
     "case_paths": "fuzz.cases:paths",
+    "choose_device": "dsa_verify.base.device",
     "current_outputs": "dsa_verify.contract.subject",
     "diagnostic_matrix": "dsa_verify.rounds.matrix",
     "get_system": "dsa_verify.systems.catalogue",
     "map_outputs": "dsa_verify.contract.map_outputs",
+    "new_result": "dsa_verify.run.runner",
     "open_backend": "dsa_verify.graphs",
-    "open_run": "dsa_verify.run.runner",
     "read_case": "dsa_verify.rounds.case_file",
-    "settle_device": "dsa_verify.base.device",
 }
 
 # Spelled out once more, because a type checker reads a list and no table.
 __all__ = [
     "Arena",
     "Backend",
-    "BufferRegistry",
     "Buffers",
     "CaptureError",
     "CaptureRing",
     "Compare",
     "DeviceLost",
     "Diagnosis",
+    "DsaFixture",
     "DsaVerifyError",
+    "EngineForm",
     "Field",
     "Finding",
     "Geometry",
@@ -115,12 +116,12 @@ __all__ = [
     "NullOverlay",
     "OutOfMemory",
     "Overlay",
-    "OwnForm",
     "PadRows",
+    "PaddedInputFiller",
     "ReplayError",
     "Round",
     "Row",
-    "Run",
+    "RunResult",
     "Runner",
     "Scenario",
     "StaticInput",
@@ -128,16 +129,15 @@ __all__ = [
     "SubjectFactory",
     "System",
     "UsageError",
-    "Verification",
     "case_paths",
+    "choose_device",
     "current_outputs",
     "diagnostic_matrix",
     "get_system",
     "map_outputs",
+    "new_result",
     "open_backend",
-    "open_run",
     "read_case",
-    "settle_device",
 ]
 
 

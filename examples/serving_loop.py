@@ -12,10 +12,10 @@ import torch
 from dsa_verify import (
     Arena,
     Backend,
-    BufferRegistry,
     Buffers,
     Geometry,
     Inputs,
+    PaddedInputFiller,
     Subject,
     current_outputs,
     get_system,
@@ -60,7 +60,7 @@ class ServingLoop:
         if system == "padded":
             named["full_to_swa"] = window.to(self.device)
         self.inputs = Inputs(req_to_token=self.request_map.clone().to(self.device), **named)
-        self.registry = BufferRegistry(specs, self.inputs.tensors())
+        self.filler = PaddedInputFiller(specs, self.inputs.tensors())
         layout = get_system(system).layout(geometry, bucket)
         self.rows_per_request = layout.tokens // bucket
         buffers = Arena([layout], self.device, fill=0).at(bucket)
@@ -135,7 +135,7 @@ class ServingLoop:
                 padded = torch.zeros(self.bucket * (n if name == "out_cache_loc" else 1), dtype=torch.int64)
                 padded[: len(values)] = values
                 sources[name] = padded.to(self.device)
-        self.registry.fill_from(sources, torch.tensor([raw]).to(self.device), self.bucket)
+        self.filler.fill_from(sources, torch.tensor([raw]).to(self.device), self.bucket)
 
 
 class CorePreparation:

@@ -30,9 +30,9 @@ from dsa_verify.contract.geometry import (
     Geometry,
 )
 from dsa_verify.contract.schedule_variants import VARIANTS, Indices
-from dsa_verify.contract.system import System
+from dsa_verify.contract.system import OWN_TABLES, System
 from dsa_verify.rounds.matrix import Config
-from dsa_verify.systems.catalogue import OWN_TABLES, is_ours
+from dsa_verify.systems.catalogue import is_ours
 from dsa_verify.systems.engines import engine_subject
 from dsa_verify.systems.shapes import companion
 from fuzz.engine.expansion import Lane, word

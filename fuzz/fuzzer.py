@@ -1,6 +1,6 @@
-"""Fuzzer: runs a setup through the rounds of a world, captured anew from time to time, and says what was seen.
+"""Fuzzer: runs a setup through the rounds of a simulator, captured anew from time to time, and says what was seen.
 
-The world's rounds go the way of all rounds (verify.py): in chunks, polled once a chunk, a difference confirmed and
+The simulator's rounds go the way of all rounds (verify.py): in chunks, polled once a chunk, a difference confirmed and
 explained from nothing. A stretch between two captures is one run of it, in which request pages start where captures
 find them. The first finding ends the fuzzing. The same setup, rounds and seed give the same rounds and the same digest.
 """
@@ -20,7 +20,7 @@ from dsa_verify.rounds.matrix import CHUNK_ROUNDS
 from dsa_verify.run.verify import FINDINGS_FOLDER, Counts, verify_rounds
 from fuzz.engine.bulk_rounds import resident_chunks
 from fuzz.engine.coverage import Coverage
-from fuzz.engine.world import World
+from fuzz.engine.simulator import EngineSimulator
 
 ROUNDS_PER_CAPTURE: Final = 8 * CHUNK_ROUNDS
 SLOW_CHUNK_ROUNDS: Final = 64  # on a CPU, where a round costs more than a poll
@@ -72,7 +72,7 @@ def fuzz(
     chunk_rounds: int | None = None,
     on_rounds: Callable[[int], None] = lambda count: None,
 ) -> FuzzResult:
-    """Replay up to `rounds` rounds of a world seeded with `seed`, steered by `coverage` (None: one of its own).
+    """Replay up to `rounds` rounds of a simulator seeded with `seed`, steered by `coverage` (None: one of its own).
 
     `outside`: also rounds that no engine would produce. `resident`: those only, drawn in chunks and not steered, for
     speed (resident.py). `folder`, `on_rounds`: as in verify_rounds, which also says
@@ -84,7 +84,7 @@ def fuzz(
         if value < 1:
             raise UsageError(f"{name}: {value} is below 1; use 1 or more")
     coverage = coverage or Coverage(setup.system, setup.geometry, setup.buckets)
-    world = World(setup.system, setup.geometry, setup.buckets, seed, coverage=coverage, outside=outside)
+    simulator = EngineSimulator(setup.system, setup.geometry, setup.buckets, seed, coverage=coverage, outside=outside)
     counts, captures, left, findings = Counts(), 0, rounds, list[Finding]()
     while left and not findings:
         count = min(left, rounds_per_capture)
@@ -92,7 +92,7 @@ def fuzz(
         chunks = (
             resident_chunks(setup, seed, rounds - left, count, chunk_rounds, coverage)
             if resident
-            else _chunks(setup, world, count, chunk_rounds)
+            else _chunks(setup, simulator, count, chunk_rounds)
         )
         chunks = setup.with_foreign_work(chunks, captures)
         found = verify_rounds(setup, chunks, counts, folder=folder, on_rounds=on_rounds)
@@ -116,8 +116,8 @@ def _after(first: int, finding: Finding) -> Finding:
     return finding if seen is None else dataclasses.replace(finding, seen_in_round=first + seen)
 
 
-def _chunks(setup: ReplaySetup, world: World, count: int, chunk_rounds: int) -> Iterator[RoundTable]:
-    """The next `count` rounds of `world`, on pages that no round has moved yet."""
+def _chunks(setup: ReplaySetup, simulator: EngineSimulator, count: int, chunk_rounds: int) -> Iterator[RoundTable]:
+    """The next `count` rounds of `simulator`, on pages that no round has moved yet."""
     generations = setup.generations()
     for start in range(0, count, chunk_rounds):
-        yield setup.table(world.rounds(min(chunk_rounds, count - start)), generations=generations)
+        yield setup.table(simulator.rounds(min(chunk_rounds, count - start)), generations=generations)

@@ -1,4 +1,4 @@
-"""Whole files: written whole or not at all, so that a kill at any moment leaves the old one or the new one.
+"""Files are written whole or not at all, so that a kill at any moment leaves the old one or the new one.
 
 Several processes may share a folder, and one may remove it, which it finds empty, when another is about to write there.
 """
@@ -15,7 +15,7 @@ from typing import Final
 FOLDER_TRIES: Final = 5
 
 
-def write_whole(path: Path, text: str, *, durable: bool = True) -> None:
+def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
     """Replace `path` by `text` at once; its folder is made. `durable`: it also survives the machine going down.
 
     OSError if there is no room; what was there before is then still there.

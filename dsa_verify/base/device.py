@@ -1,7 +1,7 @@
 """This module chooses the device of a run and says what is installed on it.
 
-Triton decides between compiling and interpreting when a kernel is decorated, so the device has to be settled before
-any module with kernels is imported: `settle_device` is called first by every door (command line, pytest plugin).
+Triton decides between compiling and interpreting when a kernel is decorated, so the device has to be chosen before
+any module with kernels is imported: `choose_device` is called first by every door (command line, pytest plugin).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dsa_verify.base.version import own_version
 INTERPRET: Final = "TRITON_INTERPRET"
 
 
-def settle_device(text: str) -> torch.device:
+def choose_device(text: str) -> torch.device:
     """Return the device for `auto`, `cpu`, `cuda` or `cuda:i` and set up Triton for it. UsageError if it is missing."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
         raise UsageError(f"device {text!r} is unknown; use auto, cpu, cuda or cuda:INDEX")
@@ -58,7 +58,7 @@ def _check_not_too_late(*, interpreted: bool) -> None:
         return
     remedy = f"set {INTERPRET}=1 before it starts" if interpreted else f"unset {INTERPRET}"
     raise UsageError(
-        f"triton was imported before the device was settled, to {'compile' if interpreted else 'interpret'} kernels; "
+        f"triton was imported before the device was chosen, to {'compile' if interpreted else 'interpret'} kernels; "
         f"{remedy}, or ask for the device before importing kernels"
     )
 

@@ -13,7 +13,7 @@ from dsa_verify.base.errors import (
     DeviceLost,
     DsaVerifyError,
 )
-from dsa_verify.base.out_of_memory import lack_of_memory
+from dsa_verify.base.out_of_memory import find_out_of_memory
 
 # Of an OSError: nothing more can be written.
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -23,7 +23,7 @@ def exit_status(error: BaseException) -> int:
     """Return the exit status that `error` stands for; STATUS_HARNESS for one that nobody expected."""
     if isinstance(error, KeyboardInterrupt):
         return STATUS_INTERRUPTED
-    if not isinstance(error, DeviceLost) and lack_of_memory(error) is not None:
+    if not isinstance(error, DeviceLost) and find_out_of_memory(error) is not None:
         return STATUS_OUT_OF_MEMORY
     if isinstance(error, DsaVerifyError):
         return error.status

@@ -20,14 +20,14 @@ _SHOWN: Final = 200  # characters of what an allocator says, which lists every p
 
 
 @contextlib.contextmanager
-def memory_told_apart() -> Iterator[None]:
+def translate_out_of_memory() -> Iterator[None]:
     """Raise OutOfMemory for whatever is raised inside because memory ran out, in code of the subject, too."""
     try:
         yield
     except (OutOfMemory, DeviceLost):
         raise
     except Exception as error:
-        if lack_of_memory(error) is None:
+        if find_out_of_memory(error) is None:
             raise
         said = " ".join(str(error).split()) or type(error).__name__
         said = said if len(said) <= _SHOWN else said[:_SHOWN] + "..."
@@ -37,7 +37,7 @@ def memory_told_apart() -> Iterator[None]:
         ) from error
 
 
-def lack_of_memory(error: BaseException) -> BaseException | None:
+def find_out_of_memory(error: BaseException) -> BaseException | None:
     """Return the out-of-memory error that `error` is or came of; None if it is something else."""
     kinds: tuple[type[BaseException], ...] = (MemoryError, OutOfMemory)
     torch = sys.modules.get("torch")  # not imported for this: what is not loaded has raised nothing

@@ -92,7 +92,7 @@ class Arena:
                 tensors[field.name] = source if same else source.view(field.shape)
         return Buffers(layout, {field.name: tensors[field.name] for field in layout})
 
-    def beyond(self, bucket: int) -> Mapping[str, torch.Tensor]:
+    def wider_bucket_rows(self, bucket: int) -> Mapping[str, torch.Tensor]:
         """Return the rows of each shared field that belong to wider buckets only; `bucket` must leave them alone."""
         layout = self.layouts[bucket]
         shared = {field.name: self._owned[_key(field, bucket)][field.rows :] for field in layout if field.shared}

@@ -17,15 +17,10 @@ import torch
 from dsa_verify.buffers.arena import Guard
 from dsa_verify.buffers.input_memory import InputMemory
 from dsa_verify.buffers.region import Control
-from dsa_verify.buffers.tail_reset import BufferRegistry
+from dsa_verify.buffers.tail_reset import PaddedInputFiller
 from dsa_verify.contract.geometry import FAR, Geometry
-from dsa_verify.contract.round_table import (
-    PAD_REQUEST,
-    PAGE_ID_MULTIPLIER,
-    Array,
-    RoundTable,
-    page_ordinals,
-)
+from dsa_verify.contract.round_table import PAGE_ID_MULTIPLIER, Array, RoundTable, page_ordinals
+from dsa_verify.contract.static_inputs import PAD_REQUEST
 from dsa_verify.contract.subject import Inputs
 from dsa_verify.contract.system import System
 
@@ -70,8 +65,8 @@ class InputBuffers:
     """Inputs for buckets up to `widest` on `device`, the subject's in the form that `geometry` asks for, the oracle's
     plain. `guards`: around the subject's, and in their gaps.
 
-    `capacity`: rounds of one upload; `remap_slots`: remapped requests of one round at most; `forget`: inputs of the
-    subject whose pad tails are never reset, a defect to be found.
+    `capacity`: rounds of one upload; `remap_slots`: remapped requests of one round at most; `skip_tail_reset`: inputs
+    of the subject whose pad tails are never reset, a defect to be found.
     """
 
     def __init__(
@@ -83,7 +78,7 @@ class InputBuffers:
         *,
         capacity: int,
         remap_slots: int,
-        forget: Collection[str] = (),
+        skip_tail_reset: Collection[str] = (),
     ):
         self.geometry, self.widest, self._device = geometry, widest, device
         self._specs = system.inputs(geometry)
@@ -99,8 +94,8 @@ class InputBuffers:
         self._memory = InputMemory(device)
         self._subject = self._inputs(system, self._memory, geometry.input_view)
         self._oracle = self._inputs(system, InputMemory(device), "plain")
-        self._registry = BufferRegistry(self._specs, self._subject.tensors(), forget=forget)
-        self._oracle_registry = BufferRegistry(self._specs, self._oracle.tensors())
+        self._filler = PaddedInputFiller(self._specs, self._subject.tensors(), skip_tail_reset=skip_tail_reset)
+        self._oracle_filler = PaddedInputFiller(self._specs, self._oracle.tensors())
         self._current: dict[int, torch.Tensor] = {}
         self.reset()
 
@@ -170,9 +165,9 @@ class InputBuffers:
             table = self._view(self._oracle, bucket).req_to_token
             sources |= self._derive(self.geometry, sources, table, row[columns.seed].long())
         raw = row[columns.raw]
-        self._registry.fill_from(sources, raw, bucket, poison=True)
+        self._filler.fill_from(sources, raw, bucket, poison=True)
         if self._derive is not None:
-            self._oracle_registry.fill_from(sources, raw, bucket)
+            self._oracle_filler.fill_from(sources, raw, bucket)
             return
         for spec, tensor in zip(self._specs, self._views(self._oracle, bucket).values(), strict=True):
             tensor.copy_(sources[spec.name])  # whose pad rows a table has filled already

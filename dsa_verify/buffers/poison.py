@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from dsa_verify.buffers.region import LOUD_WORD, Kind, Region
-from dsa_verify.buffers.region_kernels import TileTable
+from dsa_verify.buffers.region_kernels import RegionTable
 from dsa_verify.contract.round import POISONS
 
 LOUD, PLAUSIBLE, STALE = (POISONS.index(name) for name in ("loud", "plausible", "stale"))
@@ -28,7 +28,7 @@ class Poison:
     def __init__(self, regions: Sequence[Region], device: torch.device, round_index: torch.Tensor, kind: torch.Tensor):
         self._regions = [region for region in regions if region.poisonable]
         self._round_index, self._kind = round_index, kind
-        self._table = TileTable(self._regions, device) if device.type == "cuda" else None
+        self._table = RegionTable(self._regions, device) if device.type == "cuda" else None
 
     def launch(self) -> None:
         """Overwrite; asynchronous and capturable on a CUDA device."""

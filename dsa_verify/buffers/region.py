@@ -24,7 +24,7 @@ LOUD_WORD = -0x61616162  # int32 of 0x9E9E9E9E: negative, and neither a guard no
 class Kind(Enum):
     FIELD = "field"  # an output of the subject, against the oracle's
     GUARD = "guard"  # around a buffer or an input of the subject, or behind its rows
-    BEYOND = "beyond"  # rows of a shared buffer that belong to wider buckets only
+    WIDER_BUCKET = "wider bucket"  # rows of a shared buffer that belong to wider buckets only
     INPUT = "input"  # an input of the subject, against the oracle's copy
     LAW = "law"  # what a schedule law found, against what it writes where it holds
     ORACLE_GUARD = "oracle guard"  # a hit here is the harness's own fault
@@ -106,7 +106,7 @@ def field_regions(
 def _field_region(field: Field, got: torch.Tensor, want: torch.Tensor, control: Control) -> Region:
     words = DTYPE_BYTES[field.dtype] // 4
     if field.dead is Dead.INTACT:
-        # What must stay untouched so far are whole rows of wider buckets, see `beyond_regions`.
+        # What must stay untouched so far are whole rows of wider buckets, see `wider_bucket_regions`.
         raise HarnessError(f"{field.name}: dead elements of a field cannot be judged intact; use stale or pad")
     bounds = {Live.TOKENS: control.live_tokens, Live.CANDIDATES: control.live_candidates}
     return Region(
@@ -155,10 +155,10 @@ def guard_regions(guarded: Guarded, kind: Kind) -> list[Region]:
     ]
 
 
-def beyond_regions(arena: Arena, bucket: int) -> list[Region]:
+def wider_bucket_regions(arena: Arena, bucket: int) -> list[Region]:
     return [
-        Region(kind=Kind.BEYOND, name=name, got=as_words(rows), constant=LOUD_WORD, poisonable=True)
-        for name, rows in arena.beyond(bucket).items()
+        Region(kind=Kind.WIDER_BUCKET, name=name, got=as_words(rows), constant=LOUD_WORD, poisonable=True)
+        for name, rows in arena.wider_bucket_rows(bucket).items()
     ]
 
 

@@ -1,4 +1,4 @@
-"""TileTable: the regions as a table on the device, and the two Triton kernels that walk it, judge and poison.
+"""RegionTable: the regions as a table on the device, and the two Triton kernels that walk it, judge and poison.
 
 A tile is TILE_WORDS consecutive words of one region in row-major order; one program sees to one tile. The table
 holds addresses, so a launch (and a graph that captured it) stays valid as long as the buffers do.
@@ -21,7 +21,7 @@ TILE_WORDS: Final = 2048
 _COLUMNS: Final = 21
 
 
-class TileTable:
+class RegionTable:
     """`regions` and their tiles, uploaded once."""
 
     def __init__(self, regions: Sequence[Region], device: torch.device):

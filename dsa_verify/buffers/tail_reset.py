@@ -1,4 +1,4 @@
-"""BufferRegistry fills the static input buffers of a padded replay the way an engine does (contract 0.2, 7.5).
+"""PaddedInputFiller fills the static input buffers of a padded replay the way an engine does (contract 0.2, 7.5).
 
 Tails are reset to their pad values, and live prefixes are copied. Before that the verifier poisons the tails with
 plausible values, so that a tail which is not reset reads as some other request's. All of it happens on the device: how
@@ -32,9 +32,10 @@ class _Slot:
         return tensor.narrow(self.spec.axis, 0, batch * self.spec.rows)
 
 
-class BufferRegistry:
-    """`buffers` by the names of `specs`, for the widest batch. `forget`: names whose tails are never reset, which is a
-    defect planted for the verifier to find.
+class PaddedInputFiller:
+    """Fills `buffers`, by the names of `specs` and for the widest batch, from the requests of each round.
+
+    `skip_tail_reset`: names whose tails are never reset, which is a defect planted for the verifier to find.
     """
 
     def __init__(
@@ -42,10 +43,10 @@ class BufferRegistry:
         specs: Sequence[StaticInput],
         buffers: Mapping[str, torch.Tensor],
         *,
-        forget: Collection[str] = (),
+        skip_tail_reset: Collection[str] = (),
     ):
         self._slots = {spec.name: _bind(spec, buffers[spec.name]) for spec in specs}
-        self._forget = frozenset(forget)
+        self._skip_tail_reset = frozenset(skip_tail_reset)
         widest = max(slot.buffer.shape[slot.spec.axis] for slot in self._slots.values())
         self._rows = torch.arange(widest, device=next(iter(self._slots.values())).buffer.device)
 
@@ -72,7 +73,7 @@ class BufferRegistry:
                 continue
             buffer, source = slot.view(slot.buffer, padded), sources.get(name)
             live = buffer if source is None else slot.view(source, padded).to(buffer.dtype)
-            tail = buffer if name in self._forget else slot.view(slot.pad, padded)
+            tail = buffer if name in self._skip_tail_reset else slot.view(slot.pad, padded)
             torch.where(slot.mask(tails), tail, live, out=buffer)
 
     def _poison(self, tails: Mapping[int, torch.Tensor], padded: int) -> None:

@@ -160,24 +160,24 @@ def run(
     **given: Any,
 ) -> None:
     """Begin the campaign in DIR, or resume it where it ended."""
-    settled = {name: value for name, value in given.items() if value not in (None, ())}
+    chosen = {name: value for name, value in given.items() if value not in (None, ())}
     if named or systems is not None:
-        settled["systems"] = _systems(named, systems)
-    engine = engine_subject(settled.get("subject"))
+        chosen["systems"] = _systems(named, systems)
+    engine = engine_subject(chosen.get("subject"))
     if engine is not None:
-        settled.setdefault("systems", (engine.system,))
-    if "settings" in settled:
-        settled["settings"] = _settings(settled["settings"])
+        chosen.setdefault("systems", (engine.system,))
+    if "settings" in chosen:
+        chosen["settings"] = _settings(chosen["settings"])
     if ledger is not None and no_waivers:
         raise UsageError("--waivers: has no effect with --no-waivers; give one of them")
     if ledger is not None or no_waivers:
-        settled["waivers"] = () if ledger is None else _entries(ledger)
+        chosen["waivers"] = () if ledger is None else _entries(ledger)
     _check_timeout(timeout_s)
     budget_s = parse_time(budget or DEFAULT_BUDGET) if budget or max_rounds is None else None
     if not (root / PLAN_FILE).exists():
-        Plan(**{**DEFAULTS, **settled}).check()  # a wrong one leaves no folder behind
+        Plan(**{**DEFAULTS, **chosen}).check()  # a wrong one leaves no folder behind
     with writable_folder(root), held(root / CAMPAIGN_LOCK):  # two that are begun at once must not both write it
-        plan = load_or_create_plan(root, settled, DEFAULTS)
+        plan = load_or_create_plan(root, chosen, DEFAULTS)
     for name in plan.systems:
         get_system(name)  # one that is somebody's own is imported here, and by each shard
     limits = Limits(budget_s=budget_s, max_rounds=max_rounds, timeout_s=timeout_s)

@@ -54,7 +54,7 @@ def run(device: torch.device) -> int:
 
 def _kernels(device: torch.device) -> str:
     from dsa_verify.buffers.region import Kind, Region
-    from dsa_verify.buffers.region_kernels import TileTable
+    from dsa_verify.buffers.region_kernels import RegionTable
     from dsa_verify.judge.judge import Judge, Phase
 
     words = torch.zeros((4, 8), dtype=torch.int32, device=device)
@@ -62,7 +62,7 @@ def _kernels(device: torch.device) -> str:
     other[2, 3] = 1
     region = Region(kind=Kind.FIELD, name="probe", got=words, want=other)
     judge = Judge([region], device, torch.zeros(1, dtype=torch.int64, device=device))
-    judge.table = TileTable([region], device)
+    judge.table = RegionTable([region], device)
     judge.launch(Phase.REPLAY)
     tally = judge.poll()
     if tally.count() != 1 or (tally.first[0].row, tally.first[0].column) != (2, 3):
@@ -93,11 +93,11 @@ def _graphs(device: torch.device) -> str:
 def _pipeline(device: torch.device) -> str:
     from dsa_verify.contract.geometry import Geometry
     from dsa_verify.rounds.matrix import diagnostic_matrix
-    from dsa_verify.run.runner import Runner, open_run
+    from dsa_verify.run.runner import Runner, new_result
     from dsa_verify.systems.catalogue import get_system
 
     backend = open_backend(device)
-    result = open_run("decode", None, backend)
+    result = new_result("decode", None, backend)
     configs = diagnostic_matrix(get_system("decode"), Geometry.resolve("tiny"), batches=[4], rounds=5)
     Runner(backend=backend, folder=None).matrix(configs, None, result)
     if result.findings:

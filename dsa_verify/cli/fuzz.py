@@ -1,4 +1,4 @@
-"""`dsa-verify fuzz`: worlds of rounds for one subject or several systems, to lines, JSON and an exit status. What is
+"""`dsa-verify fuzz`: simulated rounds for one subject or several systems, to lines, JSON and an exit status. What is
 found is shrunk, and what the small case depends on is said in words."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from dsa_verify.base.atomic_write import reason_of, write_whole
+from dsa_verify.base.atomic_write import reason_of, write_atomically
 from dsa_verify.base.device import environment
 from dsa_verify.base.errors import UsageError
 from dsa_verify.base.writable import write
@@ -27,10 +27,10 @@ from dsa_verify.report import document
 from dsa_verify.report.terminal import Terminal
 from dsa_verify.rounds.case_file import read_case
 from dsa_verify.rounds.matrix import Config
-from dsa_verify.run.runner import Outcome, Run, open_run, status_of
+from dsa_verify.run.runner import Outcome, RunResult, new_result, status_of
 from dsa_verify.run.verify import replay_command
 from dsa_verify.subjects.faults import systems_of
-from dsa_verify.systems.catalogue import default_subject, get_system, settled_geometry, systems_to_run
+from dsa_verify.systems.catalogue import default_subject, get_system, resolve_geometry, systems_to_run
 from dsa_verify.waivers.waivers import Ledger, choose_ledger
 from fuzz.configurations import configurations, describe, share_out, visited
 from fuzz.engine.coverage import Coverage, say
@@ -76,7 +76,7 @@ def run(options: Options, device: torch.device) -> int:
     plan = [(get_system(name), _configs(get_system(name), rounds, options, backend)) for name in names]
     ledger = choose_ledger(options.waivers, options.no_waivers).allowing_compilations(options.allow_compilations)
     ledger.refuse_if_idle([(system.name, options.subject or default_subject(system)) for system, _ in plan])
-    runs: list[Run] = []
+    runs: list[RunResult] = []
     results: list[dict[str, Any]] = []
     with Terminal(rounds * len(plan)) as terminal:
         terminal.heading(environment(device), backend)
@@ -84,7 +84,7 @@ def run(options: Options, device: torch.device) -> int:
         def work() -> None:
             for system, configs in plan:
                 terminal.begin(system.name)
-                result = open_run(system.name, options.subject, backend, ledger)
+                result = new_result(system.name, options.subject, backend, ledger)
                 runs.append(result)
                 results.append(_fuzz_system(system, configs, options, runs, terminal, backend, ledger))
                 if result.findings and not options.keep_going:
@@ -104,7 +104,7 @@ def _configs(system: System, rounds: int, options: Options, backend: Backend) ->
     settings = parse_settings(options.settings)
     if options.drafts and not system.drafts and options.systems:
         raise UsageError(f"--draft-tokens: has no effect in {system.name}, which has no draft; leave it out")
-    geometry, fixed = settled_geometry(system, options.subject, device.type, options.preset, settings)
+    geometry, fixed = resolve_geometry(system, options.subject, device.type, options.preset, settings)
     if options.preset is not None:
         fixed |= {"indexer"}  # which is what the names of presets tell apart
     found = configurations(
@@ -142,7 +142,7 @@ def _fuzz_system(
     system: System,
     configs: Sequence[Config],
     options: Options,
-    runs: Sequence[Run],
+    runs: Sequence[RunResult],
     terminal: Terminal,
     backend: Backend,
     ledger: Ledger,
@@ -235,7 +235,7 @@ def _make_small(
 def _written(path: Path, text: str) -> str | None:
     """Write the case; why it cannot be, or None if it is there."""
     try:
-        write_whole(path, text)
+        write_atomically(path, text)
     except OSError as error:
         return reason_of(error)
     return None

@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -47,7 +47,13 @@ def cli() -> None:
     """Replay attention-metadata pipelines in live CUDA graphs beside an eager oracle, and name the first wrong byte."""
 
 
-class _Checked(click.ParamType):
+if TYPE_CHECKING:
+    _PathType = click.ParamType[Path]
+else:
+    _PathType = click.ParamType  # older releases of click take no type argument here
+
+
+class _Checked(_PathType):
     """A path that `check` tries before anything runs, and before anything heavy is imported.
 
     A default is a Path and is not checked: a user who named no folder still wants to see the findings.
@@ -205,7 +211,7 @@ def replay(timeout_s: float, **options: Any) -> None:
     """
 
     def work() -> int:
-        device = _settle(options.pop("device"))
+        device = _choose_device(options.pop("device"))
         from dsa_verify.cli.replay import Options, run
 
         return run(Options(**options), device)
@@ -245,7 +251,7 @@ def fuzz(timeout_s: float, **options: Any) -> None:
     """
 
     def work() -> int:
-        device = _settle(options.pop("device"))
+        device = _choose_device(options.pop("device"))
         from dsa_verify.cli.fuzz import Options, run
 
         return run(Options(**options), device)
@@ -275,20 +281,20 @@ def new(name: str) -> None:
 @click.option("--device", default="auto", show_default=True, help="Try this device: auto, cpu, cuda or cuda:INDEX.")
 def doctor(device: str) -> None:
     """Try this machine and say what it can verify."""
-    settled = _settle(device)
+    chosen = _choose_device(device)
     from dsa_verify.cli.doctor import run
 
-    sys.exit(run(settled))
+    sys.exit(run(chosen))
 
 
 @cli.command()
 @click.option("--device", default="auto", show_default=True, help="Ask for this device: auto, cpu, cuda or cuda:INDEX.")
 def subjects(device: str) -> None:
     """List the known subjects and why some cannot run here."""
-    settled = _settle(device)
+    chosen = _choose_device(device)
     from dsa_verify.cli.subjects import run
 
-    run(settled)
+    run(chosen)
 
 
 @cli.command()
@@ -333,18 +339,18 @@ def _end(status: int) -> None:
     sys.exit(status)
 
 
-def _settle(device: str) -> Any:
+def _choose_device(device: str) -> Any:
     """Choose the device before any kernel is imported, because Triton then decides to compile or to interpret."""
-    from dsa_verify.base.device import settle_device
+    from dsa_verify.base.device import choose_device
 
-    return settle_device(device)
+    return choose_device(device)
 
 
 def main() -> None:
     """Run the `dsa-verify` command. Every round that it replays makes seven stops (docs/architecture.md):
 
     1. draw: rounds are scripted, drawn, or read from a case. `dsa_verify/rounds/matrix.py`,
-       `fuzz/engine/world.py`, `dsa_verify/rounds/case_file.py`
+       `fuzz/engine/simulator.py`, `dsa_verify/rounds/case_file.py`
     2. tabulate: a chunk of rounds becomes one table. `dsa_verify/contract/round_table.py`
     3. fill: inputs are written and outputs poisoned. `dsa_verify/buffers/input_buffers.py`,
        `dsa_verify/buffers/poison.py`

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from dsa_verify.base.atomic_write import reason_of, write_whole
+from dsa_verify.base.atomic_write import reason_of, write_atomically
 from dsa_verify.base.errors import UsageError
 
 
@@ -33,7 +33,7 @@ def run(name: str, folder: Path) -> None:
     try:
         for path, template in targets.items():
             text = (files("dsa_verify") / "templates" / template).read_text(encoding="utf-8")
-            write_whole(path, text.replace("CLASS", class_name).replace("NAME", name), durable=False)
+            write_atomically(path, text.replace("CLASS", class_name).replace("NAME", name), durable=False)
     except OSError as error:
         with contextlib.suppress(OSError):
             next(iter(targets)).unlink(missing_ok=True)

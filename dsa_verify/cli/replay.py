@@ -22,9 +22,9 @@ from dsa_verify.report.terminal import Terminal
 from dsa_verify.rounds.case_file import read_case
 from dsa_verify.rounds.edge_configs import edges, why_not_here
 from dsa_verify.rounds.matrix import Config, diagnostic_matrix
-from dsa_verify.run.runner import Run, Runner, open_run, status_of
+from dsa_verify.run.runner import Runner, RunResult, new_result, status_of
 from dsa_verify.subjects.faults import systems_of
-from dsa_verify.systems.catalogue import default_subject, get_system, settled_geometry, systems_to_run
+from dsa_verify.systems.catalogue import default_subject, get_system, resolve_geometry, systems_to_run
 from dsa_verify.systems.trust import check_trust
 from dsa_verify.waivers.waivers import choose_ledger
 
@@ -82,7 +82,7 @@ def run(options: Options, device: torch.device) -> int:
     ledger.refuse_if_idle(
         [(item.system, item.subject(options) or default_subject(get_system(item.system))) for item in plan]
     )
-    runs: list[Run] = []
+    runs: list[RunResult] = []
     with Terminal(sum(item.rounds for item in plan)) as terminal:
         terminal.heading(environment(device), backend)
         runner = Runner(
@@ -98,7 +98,7 @@ def run(options: Options, device: torch.device) -> int:
         def work() -> None:
             for item in plan:
                 terminal.begin(item.label)
-                result = open_run(item.system, item.subject(options), backend, ledger)
+                result = new_result(item.system, item.subject(options), backend, ledger)
                 runs.append(result)
                 progress.current().results(runs)
                 item.start(runner, options, result)
@@ -134,7 +134,7 @@ class _Matrix:
     def subject(self, options: Options) -> str | None:
         return options.subject
 
-    def start(self, runner: Runner, options: Options, result: Run) -> None:
+    def start(self, runner: Runner, options: Options, result: RunResult) -> None:
         result.not_run += self.not_run
         runner.matrix(self.configs, options.subject, result, fault=options.fault)
 
@@ -158,7 +158,7 @@ class _Case:
     def subject(self, options: Options) -> str | None:
         return self.scenario.subject if options.subject is None else options.subject
 
-    def start(self, runner: Runner, options: Options, result: Run) -> None:
+    def start(self, runner: Runner, options: Options, result: RunResult) -> None:
         runner.case(self.scenario, options.subject, result, fault=options.fault)
 
 
@@ -185,7 +185,7 @@ def _matrix_plan(options: Options, backend: Backend) -> list[_Matrix]:
             if options.systems:
                 raise UsageError(f"--draft-tokens: has no effect in {name}, which has no draft; leave it out")
             continue
-        geometry, fixed = settled_geometry(system, options.subject, backend.device.type, options.preset, settings)
+        geometry, fixed = resolve_geometry(system, options.subject, backend.device.type, options.preset, settings)
         configs = diagnostic_matrix(
             system,
             geometry,

@@ -1,4 +1,4 @@
-"""OwnForm declares where an engine's layout may differ from the contract, so that those fields are still compared.
+"""EngineForm declares where an engine's layout may differ from the contract, so that those fields are still compared.
 
 An engine may serve all buckets from one buffer, keep lengths that the contract has as one tensor in two, and
 give the rows of pad requests values of its own. How the judge takes that into account: judge/pad_rows.py.
@@ -25,7 +25,7 @@ class PadRows:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class OwnForm:
+class EngineForm:
     """`pads`: by field, what rows of pad requests hold; in a round without a request that the engine can be given they
     are not judged. `aliases`: by field, which field it is a view of (None: of none). `shared`: every buffer serves all
     captured batches. `outside(inputs)`: bool [bucket] on the device, requests that the engine cannot be given, whose
@@ -48,11 +48,11 @@ class OwnForm:
         return dataclasses.replace(layout, fields=fields)
 
 
-CONTRACT_FORM: Final = OwnForm()
+NO_DIFFERENCES: Final = EngineForm()
 
 
-def own_form(factory: SubjectFactory) -> OwnForm:
-    """Return the form that the static method `own_form()` of `factory` declares; the contract's form if it has none."""
-    ask = getattr(factory, "own_form", None)
-    form: OwnForm = CONTRACT_FORM if ask is None else ask()
+def engine_form(factory: SubjectFactory) -> EngineForm:
+    """Return what the static method `engine_form()` of `factory` declares; no differences if it has none."""
+    ask = getattr(factory, "engine_form", None)
+    form: EngineForm = NO_DIFFERENCES if ask is None else ask()
     return form

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.round_table import PAD_REQUEST, owner_of_slot
+from dsa_verify.contract.round_table import owner_of_slot
+from dsa_verify.contract.static_inputs import PAD_REQUEST
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

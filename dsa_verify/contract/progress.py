@@ -174,7 +174,8 @@ class SharedProgress(Progress):
 
     @property
     def last_threads(self) -> list[str]:
-        return json.loads(self._read(_THREADS) or "[]")
+        threads: list[str] = json.loads(self._read(_THREADS) or "[]")
+        return threads
 
     @property
     def last_results(self) -> Any:

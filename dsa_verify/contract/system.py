@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
     Tensors = Mapping[str, torch.Tensor]
 
-# Among the settled fields of an engine's subject: its tables are as wide as its own code makes them. Not `table_width`
+# Among the fixed fields of an engine's subject: its tables are as wide as its own code makes them. Not `table_width`
 # itself, which edges set.
 OWN_TABLES: Final = "tables of the engine's width"
-# Among the settled fields of a subject that is not ours: the matrix leaves it the draft steps, blocks and ratios it was
+# Among the fixed fields of a subject that is not ours: the matrix leaves it the draft steps, blocks and ratios it was
 # asked for.
 OF_OTHERS: Final = "a subject that is not ours"
 
@@ -119,7 +119,7 @@ class System:
     drafts, fixed)`: its buckets, and `script(buckets)`: (bucket, raw batch) of its scripted rounds, both where they are
     not those of all systems. `units(geometry)`: lengths whose multiples a formula turns at. `deal(dealer, geometry)`:
     fields of a fuzz configuration. `sizes`: fields of its own that a case is shrunk by. `edges`: which it has; by edge
-    `edge_fields`, which are left out where they are settled, and `widest`, without which there is no widest table.
+    `edge_fields`, which are left out where they are fixed, and `widest`, without which there is no widest table.
     `all_fields`: fields of the geometry with which the layout has everything. `note(geometry)`: words that set a
     configuration apart.
     """

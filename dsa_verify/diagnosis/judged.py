@@ -50,7 +50,7 @@ def _of_other_memory(base: Finding, evidence: Evidence, first: Difference) -> Ex
         raise HarnessError(f"the oracle wrote beyond its buffer {region.name}; no verdict can be drawn")
     if region.kind is Kind.GUARD:
         return explain_guard(first, base.differing)
-    if region.kind is Kind.BEYOND:
+    if region.kind is Kind.WIDER_BUCKET:
         return explain_wider_bucket(first, bucket, evidence.layout[region.name].rows, base.differing)
     if region.kind is Kind.LAW:
         return None

@@ -139,7 +139,7 @@ def _is_as_in(evidence: Evidence, e: Element, moment: Moment) -> bool:
     of_row = e.region.got[e.row, columns.start * size : columns.stop * size : size].tolist()
     words = {(row, e.column): got for row, got in zip(rows, of_column, strict=True)}
     words |= {(e.row, column): got for column, got in zip(columns, of_row, strict=True)}
-    same = []
+    same: list[bool] = []
     for (row, column), got in words.items():
         then, now = (each.value(e.field, row, column) for each in (moment, evidence.now))
         if then and now is not None and then != now:

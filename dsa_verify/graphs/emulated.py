@@ -226,7 +226,8 @@ class Recorder(TorchDispatchMode):
         if tensor.device.type == self.device_type and tensor.dim():
             raise self.watch.refuse(str(func), COPIES_HOST_DATA)
         self.table.freeze(tensor)
-        return func(tensor)
+        lifted: torch.Tensor = func(tensor)
+        return lifted
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         schema = func._schema

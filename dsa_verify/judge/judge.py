@@ -18,7 +18,7 @@ from typing import Final
 import torch
 
 from dsa_verify.buffers.region import Kind, Region
-from dsa_verify.buffers.region_kernels import TileTable
+from dsa_verify.buffers.region_kernels import RegionTable
 from dsa_verify.contract.layout import Dead
 
 RING_ENTRIES: Final = 32
@@ -80,7 +80,7 @@ class Judge:
         self._compared = torch.zeros(count, dtype=torch.int64, device=device)
         self._ring = torch.zeros((count, RING_ENTRIES, RING_COLUMNS), dtype=torch.int32, device=device)
         # The kernels on a GPU; on a CPU plain torch, against which tests hold the (interpreted) kernels.
-        self.table = TileTable(self.regions, device) if device.type == "cuda" else None
+        self.table = RegionTable(self.regions, device) if device.type == "cuda" else None
 
     def launch(self, phase: Phase) -> None:
         """Compare everything; asynchronous and capturable on a CUDA device."""

@@ -19,8 +19,8 @@ UNUSED: Final = -1
 _LAST: Final = (1 << 31) - 1
 
 
-class CanonicalItems:
-    """`copy`: int32 [rows + 1, 2], what `source` (of that shape) lists, in canonical form after each `update`."""
+class SortedItems:
+    """Holds in `copy`, int32 [rows + 1, 2], what `source` (of that shape) listed at the last `update`, by row."""
 
     def __init__(self, source: torch.Tensor):
         self._source = source
@@ -36,8 +36,8 @@ class CanonicalItems:
         self.copy[1:].copy_(torch.where(listed[order].unsqueeze(1), items[order], UNUSED))
 
 
-class CanonicalClose:
-    """`copy`: float32 like `got`, holding the bits of `want` wherever `got` is near enough, its own elsewhere.
+class WithinTolerance:
+    """Holds in `copy`, float32 like `got`, the bits of `want` wherever `got` is near enough, its own elsewhere.
 
     Near enough: |got - want| <= bound * max(|want|, floor). Zeros and infinities must be the same, NaN is never right,
     and neither is the loud poison, which as a float is next to nothing.
@@ -55,14 +55,14 @@ class CanonicalClose:
         self.copy.copy_(torch.where(near | (got == want), self._want, self._got))
 
 
-def canonical(
+def normalisers(
     layout: Layout, got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor]
-) -> dict[str, CanonicalItems | CanonicalClose]:
-    """Return what brings a field into one form before it is compared, by field."""
-    found: dict[str, CanonicalItems | CanonicalClose] = {}
+) -> dict[str, SortedItems | WithinTolerance]:
+    """Return by field what brings it into one form before it is compared."""
+    found: dict[str, SortedItems | WithinTolerance] = {}
     for field in layout:
         if field.compare is Compare.ITEMS:
-            found[field.name] = CanonicalItems(got[field.name])
+            found[field.name] = SortedItems(got[field.name])
         elif field.compare is Compare.CLOSE:
-            found[field.name] = CanonicalClose(got[field.name], want[field.name], field.bound, field.floor)
+            found[field.name] = WithinTolerance(got[field.name], want[field.name], field.bound, field.floor)
     return found

@@ -13,37 +13,37 @@ import torch
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.buffers.region import Control
-from dsa_verify.contract.engine_form import OwnForm, PadRows
+from dsa_verify.contract.engine_form import EngineForm, PadRows
 from dsa_verify.contract.layout import Field, Layout, Row
-from dsa_verify.contract.round_table import PAD_REQUEST
+from dsa_verify.contract.static_inputs import PAD_REQUEST
 from dsa_verify.contract.subject import Inputs
 
 _PADDED_ROWS: Final = (Row.REQUEST, Row.TOKEN)
 
 
-def own_rows(
-    form: OwnForm,
+def normalised_pad_rows(
+    form: EngineForm,
     layout: Layout,
     got: Mapping[str, torch.Tensor],
     want: Mapping[str, torch.Tensor],
     inputs: Inputs,
     control: Control,
-) -> dict[str, OwnRows]:
+) -> dict[str, NormalisedPadRows]:
     """Return what the judge is shown instead of each field of `layout` whose pad rows hold a value of the engine's own.
 
     UsageError for a field whose rows stand for no request.
     """
     for name in form.pads:
         if name in layout and layout[name].row not in _PADDED_ROWS:
-            raise UsageError(f"own_form: pads: the rows of {name} stand for no request; leave it out")
+            raise UsageError(f"engine_form: pads: the rows of {name} stand for no request; leave it out")
     return {
-        field.name: OwnRows(field, rule, got[field.name], want[field.name], inputs, control, form.outside)
+        field.name: NormalisedPadRows(field, rule, got[field.name], want[field.name], inputs, control, form.outside)
         for field in layout
         if (rule := form.pads.get(field.name)) is not None and field.alias is None
     }
 
 
-class OwnRows:
+class NormalisedPadRows:
     """`copy`: like `got`, with what is right of pad requests and of requests outside become what `want` has."""
 
     def __init__(

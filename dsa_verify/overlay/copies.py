@@ -18,7 +18,7 @@ from dsa_verify.overlay.piece import Piece
 class GroupedCopy:
     """Copies `pieces` on `device`; `when`: int32 [1] on the device, nothing is copied while it is 0.
 
-    On a CUDA device addresses are settled here, so that a graph that captured `launch` holds as long as this object
+    On a CUDA device addresses are fixed here, so that a graph that captured `launch` holds as long as this object
     does: it keeps every tensor alive.
     """
 

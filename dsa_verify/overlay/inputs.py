@@ -58,10 +58,10 @@ class LegalInputs:
     `inputs`: for the oracle, requests being numbered by batch row. `requests`: the real ones. `control`: for the
     judge. `beyond_pool` int32 [1, 1]: live slots that the pool does not have. `regions`: the inputs against what they
     must be. `request_rows`: rows of the server's `req_to_token`;
-    `tails`: whether pad rows must hold their pad values.
+    `check_pad_rows`: whether pad rows must hold their pad values.
     """
 
-    def __init__(self, layout: Layout, taken: Taken, *, request_rows: int, raw: torch.Tensor, tails: bool):
+    def __init__(self, layout: Layout, taken: Taken, *, request_rows: int, raw: torch.Tensor, check_pad_rows: bool):
         self._layout, self._geometry, self._taken, self._raw = layout, layout.geometry, taken, raw
         self._system = get_system(layout.system)
         self._specs = {spec.name: spec for spec in input_specs(self._system, layout.geometry)}
@@ -77,7 +77,7 @@ class LegalInputs:
         self._limits = {name: self._limits_of(name, request_rows) for name in self._specs}
         self._legal = {name: torch.zeros_like(value) for name, value in taken.values.items()}
         self._must_be = {name: torch.zeros_like(value) for name, value in taken.values.items()}
-        self._tails = tails
+        self._check_pad_rows = check_pad_rows
         self._pool = None if taken.full_to_swa is None else taken.full_to_swa.numel() - 1
         self._column = torch.arange(taken.rows.shape[1], device=device)
         self.beyond_pool = torch.zeros((1, 1), dtype=torch.int32, device=device)
@@ -110,7 +110,7 @@ class LegalInputs:
             if name != "req_pool_indices":
                 getattr(self.inputs, name).copy_(legal)
             self._must_be[name].copy_(legal)
-            if self._tails:
+            if self._check_pad_rows:
                 spec = self._specs[name]
                 self._must_be[name].masked_fill_(self._rows_of[spec.rows] >= self._raw * spec.rows, spec.pad)
         self._update_control()

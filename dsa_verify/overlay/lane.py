@@ -23,11 +23,12 @@ from dsa_verify.contract.layout import DTYPE_BYTES, Compare, Layout
 from dsa_verify.contract.subject import Subject
 from dsa_verify.contract.system import System
 from dsa_verify.judge.judge import Judge, Phase, Tally
-from dsa_verify.judge.normalise import CanonicalItems
+from dsa_verify.judge.normalise import SortedItems
 from dsa_verify.judge.output_check import no_view
-from dsa_verify.overlay.copies import GroupedCopy, Piece, copy_plainly
+from dsa_verify.overlay.copies import GroupedCopy, copy_plainly
 from dsa_verify.overlay.inputs import LegalInputs, Taken, token_columns
 from dsa_verify.overlay.launch import Facts, OwnStream
+from dsa_verify.overlay.piece import Piece
 from dsa_verify.overlay.ring import CaptureRing
 from dsa_verify.overlay.sources import Sources
 from dsa_verify.replay.replayer import ORACLE_WORD
@@ -42,7 +43,8 @@ _OLD: Final = "before."
 class Plan:
     """All lanes of an overlay have this in common. `fields`: those that are compared (None: all of the layout).
     `input_paths`, `output_paths`: where the server has them. `reference`: the server's own preparation, None for the
-    oracle. `tails`: whether pad rows of inputs must hold their pad values. `max_bytes`: what one lane may allocate."""
+    oracle. `check_pad_rows`: whether pad rows of inputs must hold their pad values. `max_bytes`: what one lane may
+    allocate."""
 
     system: System
     geometry: Geometry
@@ -50,7 +52,7 @@ class Plan:
     input_paths: Mapping[str, str] | None
     output_paths: Mapping[str, str] | None
     reference: Callable[[int, int], None] | None
-    tails: bool
+    check_pad_rows: bool
     max_bytes: int
 
 
@@ -193,7 +195,7 @@ class Lane:
             self.taken,
             request_rows=bound["req_to_token"].shape[0],
             raw=self.raw,
-            tails=self.plan.tails,
+            check_pad_rows=self.plan.check_pad_rows,
         )
         self.want: Mapping[str, torch.Tensor] = _like(self.outputs.bound)
         if self.plan.reference is None:
@@ -234,7 +236,7 @@ class Lane:
     def _build(self, number: torch.Tensor) -> None:
         device, bucket = self.device, self.bucket
         self._items = {
-            f"{side}.{field.name}": CanonicalItems(tensors[field.name])
+            f"{side}.{field.name}": SortedItems(tensors[field.name])
             for field in self.judged
             if field.compare is Compare.ITEMS
             for side, tensors in (("got", self.got), ("want", self.want))
@@ -254,7 +256,8 @@ class Lane:
         take, collect, restore = (GroupedCopy(pieces, device) for pieces in exchanges)
         # In this order: making a graph runs it once, and what is restored must have been taken.
         self._take = self._stream.capture(take.launch)
-        self._collect, self._restore = lambda: None, lambda: None
+        self._collect: Callable[[], None] = _do_nothing
+        self._restore: Callable[[], None] = _do_nothing
         if self.plan.reference is not None:
             self._collect = self._stream.capture(collect.launch)
             self._restore = self._stream.capture(restore.launch)
@@ -368,6 +371,10 @@ def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 def _control(control: Control) -> Tensors:
     return {field.name: getattr(control, field.name) for field in dataclasses.fields(control)}
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _plain(pieces: Sequence[Piece]) -> Callable[[], None]:

@@ -1,7 +1,7 @@
 """OwnStream: how an overlay works beside a server on the same device: a stream, graphs and a memory pool of its own.
 
 On the server's stream nothing but copies of what it holds happens; what is compared is compared on another stream,
-while the server goes on. Nothing here waits on the host but `capture` and `settle`, which belong to start-up and end.
+while the server goes on. Only `capture` and `synchronise` wait on the host: they belong to start-up and end.
 On a CPU all of it is a plain call.
 """
 
@@ -98,7 +98,7 @@ class OwnStream:
         with torch.cuda.stream(self._stream):
             yield
 
-    def settle(self) -> None:
+    def synchronise(self) -> None:
         """Wait until everything that was launched here has ended."""
         if self.cuda:
             self._stream.synchronize()

@@ -106,7 +106,7 @@ class Overlay:
         input_names: Mapping[str, str] | None = None,
         output_names: Mapping[str, str] | None = None,
         reference: Reference | None = None,
-        tails: bool = True,
+        check_pad_rows: bool = True,
         keep_rounds: int = KEEP_ROUNDS,
         widest: int | None = None,
         subject: str | None = None,
@@ -120,18 +120,18 @@ class Overlay:
         attributes; by default the fields' own names (`dsa_verify.Inputs`, the contract).
 
         `reference(raw_batch, bucket)`: the server's own preparation, which rewrites the live metadata in place on the
-        current stream; None compares with the oracle. `tails`: whether pad rows of the inputs must hold their pad
-        values (contract 0.2). `keep_rounds`: checked rounds, of buckets up to `widest` (by default the first that is
-        prepared), of which a difference makes a case (0: none); in it the server's pipeline is called `subject`.
-        `prepare_on_demand`: whether the first check of a bucket may prepare it,
-        which waits; otherwise it could not run. `max_bytes`: device memory of one bucket.
+        current stream; None compares with the oracle. `check_pad_rows`: whether pad rows of the inputs must hold their
+        pad values (contract 0.2). `keep_rounds`: checked rounds, of buckets up to `widest` (by default the first that
+        is prepared), of which a difference makes a case (0: none); in it the server's pipeline is called `subject`.
+        `prepare_on_demand`: whether the first check of a bucket may prepare it, which waits; otherwise it could not
+        run. `max_bytes`: device memory of one bucket.
 
         Lines and cases go to `directory`. UsageError for an argument that is wrong.
         """
         known = get_system(system)
-        settled = Geometry.resolve(geometry) if isinstance(geometry, str) else geometry
-        input_specs(known, settled)  # refuses a system that no check can know
-        layout = known.layout(settled, 1)
+        resolved = Geometry.resolve(geometry) if isinstance(geometry, str) else geometry
+        input_specs(known, resolved)  # refuses a system that no check can know
+        layout = known.layout(resolved, 1)
         unknown = [name for name in fields or () if name not in layout]
         if unknown or fields == ():
             has = ", ".join(field.name for field in layout)
@@ -142,7 +142,7 @@ class Overlay:
         return cls(
             Setup(
                 system=known,
-                geometry=settled,
+                geometry=resolved,
                 directory=Path(directory),
                 rank=rank,
                 first=first,
@@ -151,7 +151,7 @@ class Overlay:
                 input_names=input_names,
                 output_names=output_names,
                 reference=reference,
-                tails=tails,
+                check_pad_rows=check_pad_rows,
                 keep_rounds=keep_rounds,
                 widest=widest,
                 subject=subject,
@@ -270,7 +270,7 @@ class Overlay:
             input_paths=setup.input_names,
             output_paths=setup.output_names,
             reference=setup.reference,
-            tails=setup.tails,
+            check_pad_rows=setup.check_pad_rows,
             max_bytes=setup.max_bytes,
         )
         ring = self._device.ring_for(bucket)
@@ -286,16 +286,7 @@ class Overlay:
         if self._device is None:
             return
         case_is_there = self._device.kept_is_there(wait=wait)
-        failing = []
-        for lane in self._opened:
-            if lane.evidence.asked:
-                if case_is_there and lane.evidence.ready(wait=wait):
-                    self._tell(lane)
-            elif lane.counters.ready(wait=wait):
-                if int(lane.counters.host["kept"]):
-                    failing.append(lane)
-                else:
-                    self._tell_the_rest(lane)
+        failing = [lane for lane in self._opened if self._has_failed(lane, case_is_there=case_is_there, wait=wait)]
         for lane in failing:
             lane.evidence.ask()
         if failing:
@@ -304,6 +295,19 @@ class Overlay:
             lane.rearm()
         if not wait:
             self._ask()
+
+    def _has_failed(self, lane: Lane, *, case_is_there: bool, wait: bool) -> bool:
+        """Log what `lane` has sent, and return whether a difference left evidence that has yet to be asked for."""
+        if lane.evidence.asked:
+            if case_is_there and lane.evidence.ready(wait=wait):
+                self._tell(lane)
+            return False
+        if not lane.counters.ready(wait=wait):
+            return False
+        if int(lane.counters.host["kept"]):
+            return True
+        self._tell_the_rest(lane)
+        return False
 
     def _ask(self) -> None:
         for lane in self._opened:
@@ -382,7 +386,7 @@ class Overlay:
     def _end(self) -> None:
         try:
             if self._device is not None:
-                self._device.stream.settle()
+                self._device.stream.synchronise()
             # Twice: what the last poll had asked for, and what came after it; each may lead to evidence.
             for _ in range(2):
                 self._ask()

@@ -157,7 +157,7 @@ def _input_lines(lane: Lane, evidence: Host, now: Moment) -> list[Line]:
     for name in lane.taken.values:
         values, spec = evidence[f"taken.{name}"].tolist(), lane.legal.spec(name)
         low, high = lane.legal.limits(name)
-        first_pad = now.raw * spec.rows if lane.plan.tails else len(values)
+        first_pad = now.raw * spec.rows if lane.plan.check_pad_rows else len(values)
         pads = [(row, 0, got, spec.pad) for row, got in enumerate(values) if row >= first_pad and got != spec.pad]
         wild = [
             (row, 0, got, min(max(got, low), high))

@@ -19,7 +19,7 @@ from typing import Final
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round, Scenario, one_floor_each
-from dsa_verify.contract.round_table import PAD_REQUEST
+from dsa_verify.contract.static_inputs import PAD_REQUEST
 from dsa_verify.contract.system import System
 from dsa_verify.rounds.case_file import parse_case
 

@@ -31,7 +31,7 @@ class Setup:
     input_names: Mapping[str, str] | None
     output_names: Mapping[str, str] | None
     reference: Reference | None
-    tails: bool
+    check_pad_rows: bool
     keep_rounds: int
     widest: int | None
     subject: str | None

@@ -20,11 +20,11 @@ from dsa_verify.base.errors import UsageError
 from dsa_verify.base.small_file import check_case
 
 if TYPE_CHECKING:
-    from dsa_verify.pytest_plugin.fixture import Verification
+    from dsa_verify.pytest_plugin.fixture import DsaFixture
 
 OPTION: Final = "--dsa-cases"
 SUFFIX: Final = ".json"
-VerificationOf = Callable[[pytest.Session], "Verification"]
+FixtureOf = Callable[[pytest.Session], "DsaFixture"]
 
 
 def parse_folder(text: str) -> str:
@@ -35,18 +35,18 @@ def parse_folder(text: str) -> str:
 
 
 class CaseFolder:
-    """A plugin of the session that collects the cases directly in `folder`; `verification(session)` replays them."""
+    """A plugin of the session that collects the cases directly in `folder`; `dsa_fixture(session)` replays them."""
 
-    def __init__(self, folder: Path, verification: VerificationOf):
-        self.folder, self._verification = folder, verification
+    def __init__(self, folder: Path, dsa_fixture: FixtureOf):
+        self.folder, self._dsa_fixture = folder, dsa_fixture
 
     def pytest_collect_file(self, file_path: Path, parent: pytest.Collector) -> CaseFile | None:
         if file_path.parent != self.folder or file_path.suffix != SUFFIX:
             return None
-        return CaseFile.from_parent(parent, path=file_path, verification=self._verification)
+        return CaseFile.from_parent(parent, path=file_path, dsa_fixture=self._dsa_fixture)
 
 
-def collect_folder(config: pytest.Config, verification: VerificationOf) -> None:
+def collect_folder(config: pytest.Config, dsa_fixture: FixtureOf) -> None:
     """Add the folder of the option to what the session collects; pytest.UsageError if it holds no case.
 
     Where an argument of the command line is already in the folder, that is meant and not all of it.
@@ -66,7 +66,7 @@ def collect_folder(config: pytest.Config, verification: VerificationOf) -> None:
         raise pytest.UsageError(f"{OPTION}: {given} holds no *{SUFFIX}, so nothing would be replayed; put a case there")
     # Where `dsa-verify replay` finds the subjects that cases name; last, so that it hides nothing from the tests.
     sys.path.append(str(start))
-    config.pluginmanager.register(CaseFolder(folder, verification), "dsa_verify_cases")
+    config.pluginmanager.register(CaseFolder(folder, dsa_fixture), "dsa_verify_cases")
     named = [_absolute(start / argument.partition("::")[0]) for argument in config.args]
     if not any(path.is_relative_to(folder) for path in named):
         config.args.append(str(folder))
@@ -80,27 +80,27 @@ def _absolute(path: Path) -> Path:
 class CaseFile(pytest.File):
     """One case file; its item is named by it, too."""
 
-    def __init__(self, *, verification: VerificationOf, **rest: Any):
+    def __init__(self, *, dsa_fixture: FixtureOf, **rest: Any):
         super().__init__(**rest)
-        self._verification = verification
+        self._dsa_fixture = dsa_fixture
 
     def collect(self) -> Iterator[CaseItem]:
-        yield CaseItem.from_parent(self, name=self.path.stem, verification=self._verification)
+        yield CaseItem.from_parent(self, name=self.path.stem, dsa_fixture=self._dsa_fixture)
 
 
 class CaseItem(pytest.Item):
     """Replays its case with the subject that it names; fails as `dsa.case` does, and if the case cannot be read or
     names code that nobody has said may run."""
 
-    def __init__(self, *, verification: VerificationOf, **rest: Any):
+    def __init__(self, *, dsa_fixture: FixtureOf, **rest: Any):
         super().__init__(**rest)
-        self._verification = verification
+        self._dsa_fixture = dsa_fixture
 
     def runtest(self) -> None:
         __tracebackhide__ = True
         try:
             check_case(self.path)  # before what verifies it imports torch
-            self._verification(self.session).case(self.path)
+            self._dsa_fixture(self.session).case(self.path)
         except (UsageError, pytest.UsageError) as error:
             raise pytest.fail.Exception(str(error), pytrace=False) from None  # not said twice
 

@@ -1,6 +1,6 @@
-"""Verification is what the `dsa` fixture hands to a test. It runs the matrix or a case and fails the test in words.
+"""DsaFixture is what the `dsa` fixture hands to a test. It runs the matrix or a case and fails the test in words.
 
-Importing this module imports the kernels, so the plugin settles the device first (device.py).
+Importing this module imports the kernels, so the plugin chooses the device first (device.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dsa_verify.contract.finding import Finding
 from dsa_verify.graphs import open_backend
 from dsa_verify.rounds.case_file import read_case
 from dsa_verify.rounds.matrix import Config, diagnostic_matrix
-from dsa_verify.run.runner import Run, Runner, Subject, open_run
-from dsa_verify.systems.catalogue import get_system, settled_geometry
+from dsa_verify.run.runner import Runner, RunResult, Subject, new_result
+from dsa_verify.systems.catalogue import get_system, resolve_geometry
 from dsa_verify.systems.trust import check_trust
 from dsa_verify.waivers.waivers import NO_WAIVERS, Ledger, beyond, rounds_by_waiver
 
@@ -36,15 +36,15 @@ TRUST_REMEDY: Final = "list it under dsa_trust in the ini file, give --dsa-trust
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """A verification needs this of the pytest session it runs in."""
+    """The `dsa` fixture needs this of the pytest session it runs in."""
 
     directory: Path  # where pytest was started, and so where the commands in its report are typed
-    on_run: Callable[[Run], None]  # called once for each run, also for one that was interrupted
+    on_run: Callable[[RunResult], None]  # called once for each run, also for one that was interrupted
     rerun: Callable[[], str]  # the command that runs the current test again
     stop: Callable[[str], None]  # ends the session after the current test
 
 
-class Verification:
+class DsaFixture:
     """Verifies subjects on `device`.
 
     `preset`, `rounds` (a configuration) and `seed` are what `verify` uses where it is not told otherwise (None: what
@@ -83,7 +83,7 @@ class Verification:
         preset: str | None = None,
         rounds: int | None = None,
         **geometry: Any,
-    ) -> Run:
+    ) -> RunResult:
         """Replay `subject` beside the oracle of `system`; the test fails if a byte differs or no round was checked.
 
         `subject`: a class or function that returns a new Subject, the name of an installed one, or
@@ -100,7 +100,7 @@ class Verification:
             raise pytest.UsageError(str(error)) from None
         return self._finish(run, lambda runner: runner.matrix(configs, subject, run))
 
-    def case(self, path: str | Path, subject: Subject = None) -> Run:
+    def case(self, path: str | Path, subject: Subject = None) -> RunResult:
         """Replay the case file `path`, with `subject` instead of the one it names; fails and raises as `verify`.
 
         Also pytest.UsageError if the case names code that nobody has said may run (docs/pytest-plugin.md).
@@ -136,10 +136,10 @@ class Verification:
         if rounds is not None and (type(rounds) is not int or rounds < 1):
             raise UsageError(f"rounds: {rounds!r} must be an integer of 1 or more, or nothing is verified")
         preset = self.preset if preset is None else preset
-        settled, fixed = settled_geometry(known, subject, self.device.type, preset, geometry)
+        resolved, fixed = resolve_geometry(known, subject, self.device.type, preset, geometry)
         configs = diagnostic_matrix(
             known,
-            settled,
+            resolved,
             rounds=rounds or self.rounds,
             seed=self.seed,
             batches=batches or TEST_BATCHES,
@@ -148,13 +148,13 @@ class Verification:
         )
         return with_hard_forms(configs, fixed)
 
-    def _open(self, system: str, subject: Subject) -> Run:
+    def _open(self, system: str, subject: Subject) -> RunResult:
         if not (subject is None or isinstance(subject, str) or callable(subject)):
             kind = type(subject).__name__
             raise UsageError(f"subject: {subject!r} is a {kind} already; give its class, as each bucket makes its own")
-        return open_run(system, subject, self._backend, self._ledger)
+        return new_result(system, subject, self._backend, self._ledger)
 
-    def _finish(self, run: Run, work: Callable[[Runner], None]) -> Run:
+    def _finish(self, run: RunResult, work: Callable[[Runner], None]) -> RunResult:
         __tracebackhide__ = True
         session = self._session
         # Left relative where it can be, for short commands in the report; a test may have changed the directory.
@@ -200,7 +200,7 @@ def _check_numbers(name: str, value: object) -> None:
         raise UsageError(f"{name}: {value!r} names a number twice; name each once")
 
 
-def failure_text(run: Run) -> str:
+def failure_text(run: RunResult) -> str:
     """Return what a failing test prints: a head line, each waiver that is gone, and each finding with its case and
     the command that shows it."""
     head = f"{run.system}, subject {run.subject}, on {run.device}"

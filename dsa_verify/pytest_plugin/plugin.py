@@ -26,8 +26,8 @@ from dsa_verify.run.delivered import TIMEOUT_S
 
 if TYPE_CHECKING:
     from dsa_verify.contract.finding import Finding
-    from dsa_verify.pytest_plugin.fixture import Verification
-    from dsa_verify.run.runner import Run
+    from dsa_verify.pytest_plugin.fixture import DsaFixture
+    from dsa_verify.run.runner import RunResult
 
 pin_gpu()
 
@@ -66,7 +66,7 @@ class Seen:
 
 
 SEEN: Final = pytest.StashKey[Seen]()
-VERIFICATION: Final = pytest.StashKey["Verification"]()
+DSA_FIXTURE: Final = pytest.StashKey["DsaFixture"]()
 NAMED_SKIP: Final = pytest.StashKey[bool]()
 
 
@@ -192,7 +192,7 @@ def _integer(text: str, low: int, high: int) -> int:
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest captures output
 def pytest_load_initial_conftests(early_config: pytest.Config) -> Iterator[None]:
     # Kernels in a conftest or test module are decorated, and so bound to compiler or interpreter, while pytest
-    # collects, which is long before the fixture settles the device.
+    # collects, which is long before the fixture chooses the device.
     if early_config.known_args_namespace.dsa_device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
     pytest_guard.guard(early_config)
@@ -203,30 +203,30 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Iterator[None]
 
 
 @pytest.fixture(scope="session")
-def dsa(request: pytest.FixtureRequest) -> Verification:
+def dsa(request: pytest.FixtureRequest) -> DsaFixture:
     """Verifies a metadata pipeline beside an eager oracle: dsa.verify("target_verify", MySubject)."""
-    return verification(request.session)
+    return dsa_fixture(request.session)
 
 
-def verification(session: pytest.Session) -> Verification:
-    """Return the verification of this process. The first test that needs it chooses the device."""
+def dsa_fixture(session: pytest.Session) -> DsaFixture:
+    """Return what the `dsa` fixture hands out in this process. The first test that needs it chooses the device."""
     stash = session.config.stash
-    if VERIFICATION not in stash:
-        stash[VERIFICATION] = _open_verification(session)
-    return stash[VERIFICATION]
+    if DSA_FIXTURE not in stash:
+        stash[DSA_FIXTURE] = _open_fixture(session)
+    return stash[DSA_FIXTURE]
 
 
-def _open_verification(session: pytest.Session) -> Verification:
-    from dsa_verify.base.device import settle_device
+def _open_fixture(session: pytest.Session) -> DsaFixture:
+    from dsa_verify.base.device import choose_device
     from dsa_verify.base.errors import UsageError
 
     config, option = session.config, session.config.option
     pytest_guard.begin_to_verify()
     try:
-        device = settle_device(option.dsa_device)
+        device = choose_device(option.dsa_device)
     except UsageError as error:
         raise pytest.fail.Exception(f"--dsa-device: {error}", pytrace=False) from None
-    from dsa_verify.pytest_plugin.fixture import Session, Verification
+    from dsa_verify.pytest_plugin.fixture import DsaFixture, Session
     from dsa_verify.waivers.waivers import choose_ledger, rounds_by_waiver
 
     try:
@@ -235,7 +235,7 @@ def _open_verification(session: pytest.Session) -> Verification:
     except UsageError as error:
         raise pytest.fail.Exception(str(error), pytrace=False) from None
 
-    def on_run(run: Run) -> None:
+    def on_run(run: RunResult) -> None:
         seen = config.stash[SEEN]
         seen.rounds += run.counts.rounds_checked
         seen.add_findings([[_sentence(finding), finding.reproduce or ""] for finding in run.findings])
@@ -246,7 +246,7 @@ def _open_verification(session: pytest.Session) -> Verification:
     def stop(reason: str) -> None:
         session.shouldfail = reason
 
-    return Verification(
+    return DsaFixture(
         device=device,
         preset=option.dsa_preset,
         rounds=option.dsa_rounds,
@@ -290,7 +290,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
         _check_gpu(config.option.dsa_device)
     if config.option.dsa_cases is not None:
-        pytest_cases.collect_folder(config, verification)
+        pytest_cases.collect_folder(config, dsa_fixture)
 
 
 @pytest.hookimpl(trylast=True)  # after deselection, so that `-m "not gpu"` costs no import of torch

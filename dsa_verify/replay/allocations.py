@@ -40,4 +40,5 @@ class Allocations(TorchDispatchMode):
 
 
 def _storage_key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key

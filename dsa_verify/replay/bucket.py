@@ -21,8 +21,8 @@ from dsa_verify.contract.subject import Buffers, Inputs, Routed, Subject, curren
 from dsa_verify.graphs import Graph
 from dsa_verify.judge.judge import Judge, Phase, Tally
 from dsa_verify.judge.law_regions import LawWatch
-from dsa_verify.judge.normalise import CanonicalClose, CanonicalItems
-from dsa_verify.judge.pad_rows import OwnRows
+from dsa_verify.judge.normalise import SortedItems, WithinTolerance
+from dsa_verify.judge.pad_rows import NormalisedPadRows
 from dsa_verify.replay.first_replay import FirstReplay
 from dsa_verify.waivers.mask import WaivedWords
 
@@ -93,7 +93,7 @@ class Shown:
     """Outputs as judges are shown them. `forms`: by field, a copy in which what may lie there in more than one form is
     in one. `waived`: copies in which what a waiver covers is right."""
 
-    forms: Mapping[str, CanonicalItems | CanonicalClose | OwnRows]
+    forms: Mapping[str, SortedItems | WithinTolerance | NormalisedPadRows]
     waived: tuple[WaivedWords, ...]
 
     @property

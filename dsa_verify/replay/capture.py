@@ -24,14 +24,14 @@ from dsa_verify.buffers.region import (
     Kind,
     Region,
     as_words,
-    beyond_regions,
     field_regions,
     guard_regions,
     input_regions,
     private_fields,
+    wider_bucket_regions,
 )
 from dsa_verify.contract import progress
-from dsa_verify.contract.engine_form import OwnForm
+from dsa_verify.contract.engine_form import EngineForm
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.layout import Compare, Layout
 from dsa_verify.contract.subject import Buffers, Inputs, Routed, Subject, SubjectFactory, current_outputs, make_subject
@@ -40,9 +40,9 @@ from dsa_verify.graphs import Backend, Graph
 from dsa_verify.graphs.capturing import CAPTURE_ERROR_MODE, no_collection
 from dsa_verify.judge.judge import Judge, Phase
 from dsa_verify.judge.law_regions import LawWatch
-from dsa_verify.judge.normalise import canonical
+from dsa_verify.judge.normalise import normalisers
 from dsa_verify.judge.output_check import wrong_outputs
-from dsa_verify.judge.pad_rows import own_rows
+from dsa_verify.judge.pad_rows import normalised_pad_rows
 from dsa_verify.replay.bucket import CapturedBucket, Judges, Shown, host_copy, nothing
 from dsa_verify.replay.subject_stages import SubjectError, SubjectStages
 from dsa_verify.waivers.mask import WaivedWords
@@ -127,7 +127,7 @@ class Capture:
     pools: tuple[object, object]
     graphs: HarnessGraphs
     stages: SubjectStages
-    form: OwnForm
+    form: EngineForm
     waivers: Collection[Waiver]
     record: bool
 
@@ -140,7 +140,7 @@ class Capture:
         around = [
             *guard_regions(self.arena, Kind.GUARD),
             *guard_regions(self.input_buffers, Kind.GUARD),
-            *beyond_regions(self.arena, layout.bucket),
+            *wider_bucket_regions(self.arena, layout.bucket),
         ]
         laws = LawWatch(layout, {**sides.outputs, **shown.righted}, sides.oracle_buffers)
         judges = self._judges(sides, fields, around, laws)
@@ -221,8 +221,8 @@ class Capture:
     def _shown(self, sides: _Sides, memory: Mapping[str, Region]) -> Shown:
         layout, outputs = sides.layout, sides.outputs
         forms = {
-            **canonical(layout, outputs, sides.oracle_buffers),
-            **own_rows(self.form, layout, outputs, sides.oracle_buffers, sides.oracle_inputs, sides.control),
+            **normalisers(layout, outputs, sides.oracle_buffers),
+            **normalised_pad_rows(self.form, layout, outputs, sides.oracle_buffers, sides.oracle_inputs, sides.control),
         }
         waived = [
             WaivedWords(

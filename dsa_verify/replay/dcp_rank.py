@@ -24,7 +24,7 @@ from dsa_verify.contract.round_table import tabulate
 from dsa_verify.contract.subject import Buffers, Inputs
 from dsa_verify.graphs.capturing import CAPTURE_ERROR_MODE, no_collection
 from dsa_verify.judge.judge import Judge, Phase
-from dsa_verify.judge.normalise import canonical
+from dsa_verify.judge.normalise import normalisers
 from dsa_verify.subjects.pipelines.dcp_rank import DcpRank, prefix_ranges
 from dsa_verify.systems.catalogue import get_system
 
@@ -65,7 +65,7 @@ class RankRun:
         self._first_merged = {name: torch.zeros_like(tensor) for name, tensor in self._merged.items()}
         self._want_prefix = torch.zeros_like(self._step.prefix)
         self._prefix_rows = torch.zeros(1, dtype=torch.int32, device=device)
-        self._close = canonical(layout, buffers, self._oracle_buffers)
+        self._close = normalisers(layout, buffers, self._oracle_buffers)
         copies = {name: each.copy for name, each in self._close.items()}
         _, poison = self._input_buffers.control(bucket)
         self._judge = Judge(

@@ -20,12 +20,12 @@ import torch
 
 from dsa_verify.base.device_lost import raise_if_lost
 from dsa_verify.base.errors import DsaVerifyError, HarnessError
-from dsa_verify.base.out_of_memory import lack_of_memory
+from dsa_verify.base.out_of_memory import find_out_of_memory
 from dsa_verify.base.torch_functions import replaced_functions
 from dsa_verify.buffers.region import Kind, Region
 from dsa_verify.contract.layout import Compare
 from dsa_verify.judge.judge import RING_ENTRIES, Phase
-from dsa_verify.judge.pad_rows import OwnRows
+from dsa_verify.judge.pad_rows import NormalisedPadRows
 from dsa_verify.replay.bucket import CapturedBucket
 from dsa_verify.replay.replayer import Replayer
 
@@ -76,7 +76,7 @@ def require_sight(replayer: Replayer) -> None:
             raise
         except Exception as error:
             raise_if_lost(error)
-            if lack_of_memory(error) is not None:
+            if find_out_of_memory(error) is not None:
                 raise
             raise HarnessError(
                 f"the judge of bucket {captured.bucket} could not be tried on planted differences, it raised "
@@ -130,15 +130,26 @@ def _hold(captured: CapturedBucket, words: Collection[_Word], untouched: Seen, p
                 continue
             lies_in = memory.get(_key(region), region).got
             found = {_address(lies_in, row, word): (got, want) for _, _, row, word, got, want in entries}
-            for address, (got, want) in found.items():
-                if made.get(address) != got:
-                    raise HarnessError(
-                        f"the judge of bucket {captured.bucket} reports {region.kind.value} {region.name}, {got} for "
-                        f"{want}, where nothing was planted, so that nothing it says counts; {_suspects()}"
-                    )
-            for word in expected.get(_key(region), ()):
-                if word.address not in found:
-                    raise HarnessError(_unseen(captured, _description(word)))
+            _check_seen(captured, region, found, made, expected.get(_key(region), ()))
+
+
+def _check_seen(
+    captured: CapturedBucket,
+    region: Region,
+    found: Mapping[int, tuple[int, int]],
+    made: Mapping[int, int],
+    expected: Collection[_Word],
+) -> None:
+    """Raise HarnessError unless `found`, the (got, want) that the judge reports by address, is what was planted."""
+    for address, (got, want) in found.items():
+        if made.get(address) != got:
+            raise HarnessError(
+                f"the judge of bucket {captured.bucket} reports {region.kind.value} {region.name}, {got} for "
+                f"{want}, where nothing was planted, so that nothing it says counts; {_suspects()}"
+            )
+    for word in expected:
+        if word.address not in found:
+            raise HarnessError(_unseen(captured, _description(word)))
 
 
 def _key(region: Region) -> object:
@@ -197,7 +208,7 @@ def _place(region: Region, compare: Compare, shown: object) -> tuple[int, int] |
         rows = min(rows, _all(region.live_rows)[0] + region.live_rows_extra)
     requests = range(rows) if region.row_request is None else _all(region.row_request)
     bounds = None if region.live_bound is None else _all(region.live_bound)
-    judged = shown.judged() if isinstance(shown, OwnRows) else None
+    judged = shown.judged() if isinstance(shown, NormalisedPadRows) else None
     for row in reversed(range(rows)):
         live, request = words, requests[row]
         if bounds is not None:

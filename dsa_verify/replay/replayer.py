@@ -17,14 +17,14 @@ import torch
 
 from dsa_verify.base.device_lost import device_errors
 from dsa_verify.base.errors import DeviceLost, HarnessError, ReplayError
-from dsa_verify.base.out_of_memory import memory_told_apart
+from dsa_verify.base.out_of_memory import translate_out_of_memory
 from dsa_verify.base.torch_functions import replaced_functions
 from dsa_verify.base.torch_state import TorchState
 from dsa_verify.buffers.arena import Arena
 from dsa_verify.buffers.input_buffers import InputBuffers
 from dsa_verify.buffers.region import LOUD_WORD
 from dsa_verify.contract import progress
-from dsa_verify.contract.engine_form import CONTRACT_FORM, OwnForm
+from dsa_verify.contract.engine_form import NO_DIFFERENCES, EngineForm
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.glue_route import Route, route
 from dsa_verify.contract.layout import Layout, Row
@@ -55,7 +55,7 @@ class Replayer:
     `capacity`: rounds of one table at most. `remap_slots`: remapped requests of one round at most. `record`: keep
     what the oracle gave for the capture-time inputs, which the diagnosis compares with, judge the inputs before the
     subject could touch them, and hold a second replay against the first, not against the oracle. `resettable`: keep
-    a copy of all outputs and page tables, which `reset` needs. `forget`: inputs whose pad tails are not reset.
+    a copy of all outputs and page tables, which `reset` needs. `skip_tail_reset`: inputs whose pad tails are not reset.
     `leave_out`: fields that are not compared. `form`: what the subject has otherwise than the contract, and rightly
     so. `waivers`: known differences, which the judge does not see. `on_launch`: told of each table before anything of
     it is launched.
@@ -73,9 +73,9 @@ class Replayer:
         remap_slots: int,
         record: bool = False,
         resettable: bool = False,
-        forget: Collection[str] = (),
+        skip_tail_reset: Collection[str] = (),
         leave_out: Collection[str] = (),
-        form: OwnForm = CONTRACT_FORM,
+        form: EngineForm = NO_DIFFERENCES,
         waivers: Collection[Waiver] = (),
         on_launch: Callable[[RoundTable], None] = lambda table: None,
     ):
@@ -93,7 +93,9 @@ class Replayer:
         # Largest first, as engines capture, so that a shared pool fits the later ones.
         order = sorted(buckets, reverse=True)
         sizes = {"capacity": capacity, "remap_slots": remap_slots}
-        self.input_buffers = InputBuffers(system, geometry, order[0], self.device, **sizes, forget=forget)
+        self.input_buffers = InputBuffers(
+            system, geometry, order[0], self.device, **sizes, skip_tail_reset=skip_tail_reset
+        )
         layouts = [without_pools(system.layout(geometry, bucket), leave_out) for bucket in order]
         self.arena = Arena(layouts, self.device, LOUD_WORD)
         self.oracle_arena = Arena([layout.for_oracle() for layout in layouts], self.device, ORACLE_WORD)
@@ -156,7 +158,7 @@ class Replayer:
         rounds = zip(*(column.tolist() for column in columns), strict=True)
         before, state = self._compilations(), TorchState.now()
         try:
-            with memory_told_apart(), self._state_kept(state), compilations.in_rounds(self._stages.where):
+            with translate_out_of_memory(), self._state_kept(state), compilations.in_rounds(self._stages.where):
                 for i, (bucket, raw, twice, foreign) in enumerate(rounds):
                     between = None if after_first is None else functools.partial(after_first, self.buckets[bucket], i)
                     before_it = functools.partial(self._other_work, self.buckets[bucket], table, i) if foreign else None

@@ -9,9 +9,9 @@ from typing import Final
 import numpy as np
 
 from dsa_verify.base.errors import NothingVerified
-from dsa_verify.base.out_of_memory import memory_told_apart
+from dsa_verify.base.out_of_memory import translate_out_of_memory
 from dsa_verify.contract import progress
-from dsa_verify.contract.engine_form import own_form
+from dsa_verify.contract.engine_form import engine_form
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round, Scenario
 from dsa_verify.contract.round_table import Array, RoundTable, tabulate
@@ -136,7 +136,7 @@ class ReplaySetup:
         progress.current().open(self.scenario(()).to_json(), self.ledger.options, first)
         # Planted anew each time: a fault knows the buckets of its own run only.
         factory = self.factory if self.fault is None else plant(self.fault, self.factory, self.system.name)
-        with memory_told_apart():
+        with translate_out_of_memory():
             return Replayer(
                 self.system,
                 self.geometry,
@@ -147,9 +147,9 @@ class ReplaySetup:
                 remap_slots=remap_slots,
                 record=record,
                 resettable=resettable,
-                forget=forgotten_inputs(self.fault),
+                skip_tail_reset=forgotten_inputs(self.fault),
                 leave_out=self.not_covered,
-                form=own_form(self.factory),
+                form=engine_form(self.factory),
                 waivers=self.waivers,
                 on_launch=self.launching,
             )

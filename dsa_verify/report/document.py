@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dsa_verify.run.runner import RESULT_SCHEMA, Run, total
+from dsa_verify.run.runner import RESULT_SCHEMA, RunResult, total
 
 
-def of(runs: Sequence[Run], status: int) -> dict[str, Any]:
+def of(runs: Sequence[RunResult], status: int) -> dict[str, Any]:
     """The document of `runs` that ended with exit `status`."""
     if len(runs) == 1:
         return {**runs[0].to_dict(), "status": status}

@@ -45,15 +45,15 @@ def _say(told: Told, end: End, options: Mapping[str, Any]) -> int:
     from dsa_verify.base import writable as files
     from dsa_verify.report import document, junit
     from dsa_verify.report.terminal import BAD, Terminal
-    from dsa_verify.run.runner import Outcome, Run
+    from dsa_verify.run.runner import Outcome, RunResult
 
-    runs: list[Run] = end.progress.last_results or []
+    runs: list[RunResult] = end.progress.last_results or []
     command, path, lost = save(told, end.pid, options["folder"])
     finding = told.finding()
     with Terminal(0) as terminal:
         if finding is not None:
             finding = dataclasses.replace(finding, case=path, reproduce=command)
-            runs = runs or [Run(system=finding.system, subject=finding.subject, device="", graph="")]
+            runs = runs or [RunResult(system=finding.system, subject=finding.subject, device="", graph="")]
             runs[-1].findings.append(finding)
             runs[-1].outcomes.append(Outcome(name=finding.diagnosis.value, findings=(finding,), wall_s=0.0))
             terminal.finding(finding)

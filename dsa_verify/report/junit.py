@@ -5,11 +5,11 @@ from __future__ import annotations
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 
-from dsa_verify.run.runner import Run
+from dsa_verify.run.runner import RunResult
 from dsa_verify.waivers.waivers import WaiverUse
 
 
-def of(runs: Sequence[Run]) -> str:
+def of(runs: Sequence[RunResult]) -> str:
     """The text of `runs`."""
     root = ElementTree.Element("testsuites", name="dsa-verify")
     for run in runs:
@@ -48,7 +48,8 @@ def of(runs: Sequence[Run]) -> str:
             case = ElementTree.SubElement(suite, "testcase", classname=f"dsa_verify.{run.system}", name=name)
             ElementTree.SubElement(case, "failure", type="gone", message=use.sentence).text = use.sentence
     ElementTree.indent(root)
-    return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True).decode()
+    text: bytes = ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
+    return text.decode()
 
 
 def _used(use: WaiverUse) -> str:

@@ -15,7 +15,7 @@ from dsa_verify.base.exit_status import exit_status, in_a_line, is_expected
 from dsa_verify.contract.finding import Finding
 from dsa_verify.graphs import Backend
 from dsa_verify.report.streams import report_stream
-from dsa_verify.run.runner import Run, total
+from dsa_verify.run.runner import RunResult, total
 from dsa_verify.waivers.waivers import beyond, rounds_by_waiver
 
 GOOD: Final = "green"
@@ -81,7 +81,7 @@ class Terminal:
         if finding.reproduce:
             self.say(f"  reproduce: {finding.reproduce}")
 
-    def end(self, run: Run) -> None:
+    def end(self, run: RunResult) -> None:
         counts = run.counts
         self.say(
             f"{run.system:<14} {run.subject:<10} {counted(counts.configs, 'config', 3)} "
@@ -135,7 +135,7 @@ class Terminal:
             return exit_status(error)
         return STATUS_EQUAL
 
-    def verdict(self, runs: Sequence[Run], status: int) -> None:
+    def verdict(self, runs: Sequence[RunResult], status: int) -> None:
         counts = total(runs)
         findings = sum(len(run.findings) for run in runs)
         gone = sum(len(run.gone) for run in runs)

@@ -112,8 +112,8 @@ def _pools(system: System, geometry: Geometry, seed: int, fixed: frozenset[str])
     if fixed & changes.keys():
         return []
     edge = _edge(EdgeKind.POOLS, system, geometry.replace(**changes), POOL_BATCH, seed)
-    settled = edge.config.geometry
-    pool = local_rows(settled.slots, settled.dcp_size, settled.dcp_block) * KV_WORDS * 4
+    config_geometry = edge.config.geometry
+    pool = local_rows(config_geometry.slots, config_geometry.dcp_size, config_geometry.dcp_block) * KV_WORDS * 4
     return [dataclasses.replace(edge, device_bytes=(2 * 2 * POOL_RANKS + _WORKING_TABLES) * pool)]
 
 

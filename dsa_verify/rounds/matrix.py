@@ -18,14 +18,9 @@ import numpy.typing as npt
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import WARM_UPS, Geometry
 from dsa_verify.contract.round import POISONS, SEED_LIMIT, Round, one_floor_each
-from dsa_verify.contract.round_table import (
-    PAD_REQUEST,
-    Array,
-    RoundTable,
-    complete_table,
-    tabulate,
-)
+from dsa_verify.contract.round_table import Array, RoundTable, complete_table, tabulate
 from dsa_verify.contract.schedule_variants import VARIANTS, Placement
+from dsa_verify.contract.static_inputs import PAD_REQUEST
 from dsa_verify.contract.system import OWN_TABLES, Shapes, System
 from dsa_verify.contract.topk_plan import PLAN_RULES
 from dsa_verify.rounds.indexer_turns import architecture_turn, indexer_turn
@@ -127,20 +122,22 @@ def diagnostic_matrix(
                 f"request_rows: {geometry.request_rows} rows are too few for a batch of {max(buckets)} requests and "
                 f"the pad request; use {max(buckets) + 1} or more"
             )
-        settled = base.replace(**{key: value for key, value in turning.items() if key not in fixed})
+        config_geometry = base.replace(**{key: value for key, value in turning.items() if key not in fixed})
         count = rounds if rounds is not None else len(_script_shapes(system, buckets))
-        note = ", ".join(_what_is_special(geometry, settled))
-        configs.append(Config(system=system, geometry=settled, buckets=buckets, rounds=count, seed=seed, note=note))
+        note = ", ".join(_what_is_special(geometry, config_geometry))
+        configs.append(
+            Config(system=system, geometry=config_geometry, buckets=buckets, rounds=count, seed=seed, note=note)
+        )
     return configs
 
 
-def _what_is_special(geometry: Geometry, settled: Geometry) -> Iterator[str]:
+def _what_is_special(geometry: Geometry, config_geometry: Geometry) -> Iterator[str]:
     """Yield what is special in a configuration of `geometry`, beyond what all turn over."""
-    if settled.preset != geometry.preset:
-        yield settled.preset
-    if settled.architecture != geometry.architecture:
-        yield f"architecture {settled.architecture}"
-    if settled.low_ratios and not geometry.low_ratios:
+    if config_geometry.preset != geometry.preset:
+        yield config_geometry.preset
+    if config_geometry.architecture != geometry.architecture:
+        yield f"architecture {config_geometry.architecture}"
+    if config_geometry.low_ratios and not geometry.low_ratios:
         yield "low ratios"
 
 
@@ -418,6 +415,7 @@ def _floors(
     return np.where(live, np.take_along_axis(of_row, requests, axis=1), pad)
 
 
-def _mostly_first(count: int) -> Array:
+def _mostly_first(count: int) -> npt.NDArray[np.float64]:
     weights = np.array([0.7] + [0.3 / max(count - 1, 1)] * (count - 1))
-    return weights / weights.sum()
+    shares: npt.NDArray[np.float64] = weights / weights.sum()
+    return shares

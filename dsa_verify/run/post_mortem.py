@@ -97,14 +97,7 @@ def tell(end: End) -> Told | None:
     stage, bucket, round_ = (slots[slot] for slot in (progress.STAGE, progress.BUCKET, progress.ROUND))
     where, how = progress.where(stage, round_), _how(end.code)
     if end.silent_s:
-        stack = _subject_stack(end.stack)
-        at = f" ({stack[0]})" if stack else ""
-        silence = f"no progress for {end.silent_s:g} s {where}{at}"
-        if stage in progress.OF_THE_SUBJECT:
-            sentence = f"hangs: bucket {bucket}: {silence}; the process was killed"
-            return _told(end, STATUS_MISMATCH, sentence, Diagnosis.HANGS, bucket, round_, stack)
-        sentence = f"{silence}; the process was killed, no verdict"
-        return _told(end, STATUS_USAGE if stage == progress.IMPORT else STATUS_HARNESS, sentence, stack=stack)
+        return _tell_silence(end, stage, bucket, round_)
     by_itself = end.code >= 0 or -end.code in _OWN_SIGNALS
     if by_itself and stage in progress.OF_THE_SUBJECT:
         stack = _subject_stack(end.stack)
@@ -114,6 +107,17 @@ def tell(end: End) -> Told | None:
         sentence = f"{how} while the module of the subject was imported, and a module that is imported must not exit"
         return _told(end, STATUS_USAGE, sentence)
     return _told(end, STATUS_HARNESS, f"no verdict arrived: {how} {where}", stack=_subject_stack(end.stack))
+
+
+def _tell_silence(end: End, stage: int, bucket: int, round_: int) -> Told:
+    stack = _subject_stack(end.stack)
+    at = f" ({stack[0]})" if stack else ""
+    silence = f"no progress for {end.silent_s:g} s {progress.where(stage, round_)}{at}"
+    if stage in progress.OF_THE_SUBJECT:
+        sentence = f"hangs: bucket {bucket}: {silence}; the process was killed"
+        return _told(end, STATUS_MISMATCH, sentence, Diagnosis.HANGS, bucket, round_, stack)
+    sentence = f"{silence}; the process was killed, no verdict"
+    return _told(end, STATUS_USAGE if stage == progress.IMPORT else STATUS_HARNESS, sentence, stack=stack)
 
 
 def _told(

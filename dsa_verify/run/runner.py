@@ -36,7 +36,7 @@ class Outcome:
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class Run:
+class RunResult:
     """The result of one subject in one system; filled while it runs, so an interrupt leaves what was done.
 
     `provenance`: which code the subject is of, where that is not the project's own or the user's. `not_covered`: by
@@ -115,7 +115,7 @@ class Runner:
     on_finding: Callable[[Finding], None] = lambda finding: None
     ledger: Ledger = NO_WAIVERS
 
-    def matrix(self, configs: Sequence[Config], subject: Subject, run: Run, *, fault: str | None = None) -> None:
+    def matrix(self, configs: Sequence[Config], subject: Subject, run: RunResult, *, fault: str | None = None) -> None:
         """Run `configs` of one system, adding to `run`."""
         for i, config in enumerate(configs):
             setup = ReplaySetup.make(
@@ -133,7 +133,7 @@ class Runner:
                 run.stopped_early = i + 1 < len(configs)
                 return
 
-    def case(self, scenario: Scenario, subject: Subject, run: Run, *, fault: str | None = None) -> None:
+    def case(self, scenario: Scenario, subject: Subject, run: RunResult, *, fault: str | None = None) -> None:
         """Run one case, adding to `run`; `subject` and `fault` override those it names. What it names is imported: of a
         case that somebody else wrote, ask `check_trust` first."""
         setup = ReplaySetup.make(
@@ -149,7 +149,9 @@ class Runner:
         table = setup.table(scenario.rounds, remap_slots_of(scenario.rounds))
         self._run(setup, [table] if len(table) else [], scenario.name or "case", run, waivers_due=False)
 
-    def _run(self, setup: ReplaySetup, chunks: Iterable[RoundTable], name: str, run: Run, *, waivers_due: bool) -> None:
+    def _run(
+        self, setup: ReplaySetup, chunks: Iterable[RoundTable], name: str, run: RunResult, *, waivers_due: bool
+    ) -> None:
         start = time.perf_counter()
         found: list[Finding] = []
         run.not_covered.update(setup.not_covered)
@@ -175,12 +177,12 @@ class Runner:
             self.on_finding(finding)
 
 
-def open_run(system: str, subject: Subject, backend: Backend, ledger: Ledger = NO_WAIVERS) -> Run:
+def new_result(system: str, subject: Subject, backend: Backend, ledger: Ledger = NO_WAIVERS) -> RunResult:
     """An empty result; UsageError if the subject, or the code that it is of, cannot be found, NothingVerified if it
     needs another device."""
     label, factory = ReplaySetup.factory_of(get_system(system), subject)
     check_device(label, backend.device)
-    return Run(
+    return RunResult(
         system=system,
         subject=label,
         device=str(backend.device),
@@ -192,7 +194,7 @@ def open_run(system: str, subject: Subject, backend: Backend, ledger: Ledger = N
     )
 
 
-def total(runs: Sequence[Run]) -> Counts:
+def total(runs: Sequence[RunResult]) -> Counts:
     """The counts of all `runs`."""
     counts = Counts()
     for run in runs:
@@ -200,7 +202,7 @@ def total(runs: Sequence[Run]) -> Counts:
     return counts
 
 
-def status_of(runs: Sequence[Run]) -> int:
+def status_of(runs: Sequence[RunResult]) -> int:
     """The exit status that the results of `runs` have earned."""
     findings = [finding for result in runs for finding in result.findings]
     if any(finding.diagnosis is not Diagnosis.FLAKY for finding in findings) or any(run.gone for run in runs):

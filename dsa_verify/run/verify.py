@@ -20,9 +20,9 @@ from typing import Any, Final
 
 import click
 
-from dsa_verify.base.atomic_write import reason_of, write_whole
+from dsa_verify.base.atomic_write import reason_of, write_atomically
 from dsa_verify.base.errors import DeviceLost
-from dsa_verify.base.out_of_memory import memory_told_apart
+from dsa_verify.base.out_of_memory import translate_out_of_memory
 from dsa_verify.buffers.region import Kind
 from dsa_verify.contract.finding import Finding
 from dsa_verify.contract.round import Round, Scenario
@@ -97,7 +97,7 @@ def verify_rounds(
     replayer: Replayer | None = None
     recent = _Recent()
     try:
-        with memory_told_apart():
+        with translate_out_of_memory():
             for table in chunks:
                 recent.append(table)
                 with _journal(setup, table, folder):
@@ -127,7 +127,7 @@ def verify_rounds(
         if replayer is not None:
             _count(replayer, counts, waivers_due=waivers_due and ended)
     if replayer is not None:
-        with memory_told_apart():
+        with translate_out_of_memory():
             require_sight(replayer)
     return []
 
@@ -232,7 +232,7 @@ def _count(replayer: Replayer, counts: Counts, *, waivers_due: bool) -> None:
             counts.rounds_checked += seen.rounds
             counts.fields_checked += seen.rounds * seen.fields
             counts.elements_compared += seen.tally.compared
-            counts.mismatches += seen.tally.count(Kind.FIELD, Kind.BEYOND, Kind.INPUT)
+            counts.mismatches += seen.tally.count(Kind.FIELD, Kind.WIDER_BUCKET, Kind.INPUT)
             counts.guard_hits += seen.tally.count(Kind.GUARD)
             _count_waived(replayer, bucket, seen, counts, waivers_due)
 
@@ -281,7 +281,7 @@ def _save(scenario: Scenario, stem: str, folder: Path | None) -> Path | None:
         return None
     text = scenario.to_json()
     path = folder / f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
-    write_whole(path, text)
+    write_atomically(path, text)
     return path
 
 
@@ -296,7 +296,7 @@ def _journal(setup: ReplaySetup, table: RoundTable, folder: Path | None) -> Iter
     path = folder / f"running-{os.getpid()}.json"
     # A GPU may take its machine down; what an emulated graph can take down is this process.
     try:
-        write_whole(path, setup.scenario(table.rounds()).to_json(), durable=setup.backend.device.type == "cuda")
+        write_atomically(path, setup.scenario(table.rounds()).to_json(), durable=setup.backend.device.type == "cuda")
     except OSError as error:
         _say_once(f"{folder}: nothing can be saved there ({reason_of(error)}), so a crash would leave no case")
     try:

@@ -95,17 +95,17 @@ def systems_to_run(names: Sequence[str], subject: str | None, of_fault: Sequence
     return list(dict.fromkeys(names or ([engine.system] if engine is not None else default)))
 
 
-def settled_geometry(
+def resolve_geometry(
     system: System,
     subject: object,
     device_type: str,
     preset: str | None = None,
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Geometry, frozenset[str]]:
-    """The geometry that a run of `subject` (a reference, a factory or None) starts from, and the fields of it that are
-    settled, so that no matrix turns them over: `settings`, and what an engine's subject asks for beside them, with
-    OWN_TABLES. Whether there is an indexer is settled where a preset is named, and of a subject that is not ours, which
-    also has OF_OTHERS.
+    """Return the geometry that a run of `subject` (a reference, a factory or None) starts from, and the fields of it
+    that are fixed, so that no matrix turns them over: `settings`, and what an engine's subject asks for beside them,
+    with OWN_TABLES. Whether there is an indexer is fixed where a preset is named, and for a subject that is not ours,
+    which also has OF_OTHERS.
 
     `preset` (None: that of the subject, else of the system) and `settings` are what the run says itself. UsageError
     for a wrong one.

@@ -2,7 +2,7 @@
 write locations, selections and the partial attention results of other ranks (contract 8).
 
 What is random here is a hash of the round's seed and the element, so that a case needs to store no more than the seed.
-Everything may be captured in a graph. Rows of pad requests are made too; the registry overwrites them with their pad
+Everything may be captured in a graph. Rows of pad requests are made too; the filler overwrites them with their pad
 values.
 """
 

@@ -18,7 +18,7 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
 from pathlib import Path
 from typing import Any, Final
 
-from dsa_verify.base.atomic_write import write_whole
+from dsa_verify.base.atomic_write import write_atomically
 from dsa_verify.base.errors import (
     STATUS_INTERRUPTED,
     HarnessError,
@@ -145,7 +145,7 @@ class Campaign:
         self._stopping = True
         self._ends_at = min(self._ends_at, time.monotonic() + END_WAIT_S)
         with contextlib.suppress(OSError):
-            write_whole(self.root / STOP_FILE, "")
+            write_atomically(self.root / STOP_FILE, "")
 
     def _abandon(self) -> None:
         """Wait no longer for shards that should have ended. The stop file stays, for those that still run."""

@@ -13,7 +13,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any, Final
 
-from dsa_verify.base.atomic_write import write_whole
+from dsa_verify.base.atomic_write import write_atomically
 from dsa_verify.contract.round import Scenario
 from dsa_verify.contract.round_table import RoundTable
 from dsa_verify.replay.setup import ReplaySetup
@@ -55,7 +55,7 @@ class Journal:
 
     def running(self, case: Scenario, *, durable: bool = True) -> None:
         """Something of `case` is launched. `durable`: it must outlive the machine, too."""
-        write_whole(self._folder / JOURNAL_FILE, case.to_json(), durable=durable)
+        write_atomically(self._folder / JOURNAL_FILE, case.to_json(), durable=durable)
         self.beat(force=True)
 
     def count(self, rounds: int) -> None:

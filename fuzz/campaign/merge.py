@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from dsa_verify.base.atomic_write import write_whole
+from dsa_verify.base.atomic_write import write_atomically
 from dsa_verify.base.errors import UsageError
 from fuzz.campaign.locks import held
 from fuzz.campaign.plan import PLAN_FILE, load_or_create_plan, read_plan
@@ -47,7 +47,7 @@ def merge(sources: Sequence[Path], into: Path) -> int:
             for name in (WAIVERS_FILE, RECHECKS_FILE):
                 both = {**(read_json(source / name) or {}), **(read_json(into / name) or {})}
                 if both:
-                    write_whole(into / name, json.dumps(both, indent=1) + "\n")
+                    write_atomically(into / name, json.dumps(both, indent=1) + "\n")
     return taken
 
 
@@ -76,5 +76,5 @@ def _add_findings(source: Path, into: Path) -> None:
             continue
         for path in (record.case, record.shrunk):
             if path is not None:
-                write_whole(into / path, (source / path).read_text(encoding="utf-8"))
+                write_atomically(into / path, (source / path).read_text(encoding="utf-8"))
         record.write(into)

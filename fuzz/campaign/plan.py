@@ -56,7 +56,15 @@ class Plan:
     allow_compilations: bool = False
 
     def check(self) -> None:
-        """UsageError for what no shard could run."""
+        """Raise UsageError if no shard could run this plan."""
+        self._check_names()
+        self._check_numbers()
+        if self.waivers:
+            from dsa_verify.waivers.waivers import parse_ledger
+
+            parse_ledger(self.waivers, LEDGER_FILE)
+
+    def _check_names(self) -> None:
         for system in self.systems:
             if ":" in system:
                 continue  # code, which only whoever runs shards imports
@@ -68,18 +76,16 @@ class Plan:
             raise UsageError("fault: empty; name one of `dsa-verify faults`, or leave it out")
         if not self.systems or len(set(self.systems)) != len(self.systems):
             raise UsageError(f"systems: {list(self.systems)} must name at least one system, and each once")
+        if self.preset is not None:
+            _choice("preset", self.preset, tuple(PRESETS))
+        _choice("device", self.device, DEVICES)
+
+    def _check_numbers(self) -> None:
         for name, each in (("batches", self.batches), ("drafts", self.drafts)):
             if len(set(each)) != len(each):
                 raise UsageError(f"{name}: {list(each)} names one of them twice; give each once")
         if self.drafts and "draft_tokens" in self.settings:
             raise UsageError("drafts: has no effect with a setting of draft_tokens; give one of them")
-        if self.preset is not None:
-            _choice("preset", self.preset, tuple(PRESETS))
-        _choice("device", self.device, DEVICES)
-        if self.waivers:
-            from dsa_verify.waivers.waivers import parse_ledger
-
-            parse_ledger(self.waivers, LEDGER_FILE)
         limits = {"seed": (self.seed, 0, (1 << 31) - 1), "rounds_a_shard": (self.rounds_a_shard, 1, MAX_ROUNDS_A_SHARD)}
         limits |= {f"batches[{i}]": (batch, 1, MAX_BATCH) for i, batch in enumerate(self.batches)}
         limits |= {f"drafts[{i}]": (draft, 1, MAX_DRAFT_TOKENS) for i, draft in enumerate(self.drafts)}

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from dsa_verify.base.atomic_write import write_whole
+from dsa_verify.base.atomic_write import write_atomically
 from dsa_verify.base.errors import STATUS_NO_ROOM, HarnessError
 from dsa_verify.contract.finding import Finding
 
@@ -49,7 +49,7 @@ STATES: Final = ("gone", "waived", "found", "flaky", "confirmed", "shrunk")
 
 
 def write_json(path: Path, data: Mapping[str, Any], *, durable: bool = True) -> None:
-    write_whole(path, json.dumps(data, indent=1) + "\n", durable=durable)
+    write_atomically(path, json.dumps(data, indent=1) + "\n", durable=durable)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

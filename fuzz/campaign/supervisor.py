@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from dsa_verify.base.atomic_write import write_whole
+from dsa_verify.base.atomic_write import write_atomically
 from dsa_verify.base.errors import (
     STATUS_DEVICE_LOST,
     STATUS_EQUAL,
@@ -59,7 +59,7 @@ from fuzz.campaign.shard_folder import (
     signs_of_life,
     write_json,
 )
-from fuzz.campaign.worker_main import ORDERLY
+from fuzz.campaign.worker_main import STATUS_OFFSET
 
 LOG_FILE: Final = "log.txt"
 POLL_S: Final = 0.05
@@ -94,8 +94,8 @@ class _End:
 
     @classmethod
     def of(cls, returncode: int, wall_s: float, hung: bool, stopped: bool) -> _End:
-        orderly = ORDERLY <= returncode <= ORDERLY + STATUS_INTERRUPTED
-        status = returncode - ORDERLY if orderly else returncode
+        orderly = STATUS_OFFSET <= returncode <= STATUS_OFFSET + STATUS_INTERRUPTED
+        status = returncode - STATUS_OFFSET if orderly else returncode
         return cls(status=status, wall_s=wall_s, orderly=orderly, hung=hung, stopped=stopped)
 
     @property
@@ -239,19 +239,11 @@ def _explain(spec: ShardSpec, watch: _Watch, end: _End) -> ShardResult | None:
     record = FindingRecord.of(finding, case=path)
     if not end.killed:
         record.write(folder)  # so that it is not lost with a supervisor that ends while it repeats the case
-    shown, last_round, why_not = 0, None, None
-    for _ in range(REPEATS[kind]):
-        again = watch.run([str(folder), str(folder / path), spec.plan.device], at=folder / REPEAT_FOLDER)
-        if again.stopped:
-            _note(watch, end, "stopped", f"the campaign ended while a shard that {end.words} was explained")
-            return _ended(spec, watch, "stopped", executed=0, write=False)
-        if again.death is kind and (again.status == end.status or kind is Diagnosis.HANGS):
-            shown += 1
-            last_round = read_progress(folder / REPEAT_FOLDER)["rounds"]
-        elif end.killed:
-            break
-        elif again.death is None and again.status != STATUS_EQUAL:
-            why_not = _reason(folder)
+    repeats = _repeat(spec, watch, end, path)
+    if repeats.stopped:
+        _note(watch, end, "stopped", f"the campaign ended while a shard that {end.words} was explained")
+        return _ended(spec, watch, "stopped", executed=0, write=False)
+    shown, last_round = repeats.shown, repeats.last_round
     # Nothing sends itself such a signal by mistake: one that does not come back every time came from outside.
     if end.killed and shown < REPEATS[kind]:
         _note(watch, end, "killed", f"{end.words}, which its case did not do again; done anew")
@@ -264,8 +256,8 @@ def _explain(spec: ShardSpec, watch: _Watch, end: _End) -> ShardResult | None:
         f"{kind.value}: {case.found}, the process {end.words}; {where} again {shown} of {REPEATS[kind]} times; {log}"
     )
     state, note = "confirmed" if shown == REPEATS[kind] else "flaky", "not shrunk: each candidate would cost a process"
-    if why_not is not None:
-        state, note = "found", f"its case could not be repeated: {why_not}"
+    if repeats.why_not is not None:
+        state, note = "found", f"its case could not be repeated: {repeats.why_not}"
     dataclasses.replace(
         FindingRecord.of(dataclasses.replace(finding, sentence=sentence, round=last_round), case=path),
         state=state,
@@ -275,6 +267,36 @@ def _explain(spec: ShardSpec, watch: _Watch, end: _End) -> ShardResult | None:
     ).write(folder)
     _note(watch, end, kind.value, sentence, executed)
     return _ended(spec, watch, kind.value, executed=executed)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Repeats:
+    """`shown`: how many repeats died as the shard had. `last_round`: the last round that one of them had launched.
+    `why_not`: why a repeat came to no end. `stopped`: the campaign ended meanwhile."""
+
+    shown: int
+    last_round: int | None
+    why_not: str | None
+    stopped: bool = False
+
+
+def _repeat(spec: ShardSpec, watch: _Watch, end: _End, path: str) -> _Repeats:
+    """Replay the case at `path` in processes of its own, to see whether each dies as `end` says."""
+    kind, folder = end.death, watch.folder
+    assert kind is not None
+    shown, last_round, why_not = 0, None, None
+    for _ in range(REPEATS[kind]):
+        again = watch.run([str(folder), str(folder / path), spec.plan.device], at=folder / REPEAT_FOLDER)
+        if again.stopped:
+            return _Repeats(shown=shown, last_round=last_round, why_not=why_not, stopped=True)
+        if again.death is kind and (again.status == end.status or kind is Diagnosis.HANGS):
+            shown += 1
+            last_round = read_progress(folder / REPEAT_FOLDER)["rounds"]
+        elif end.killed:
+            break
+        elif again.death is None and again.status != STATUS_EQUAL:
+            why_not = _reason(folder)
+    return _Repeats(shown=shown, last_round=last_round, why_not=why_not)
 
 
 def _journalled(folder: Path, fault: str | None) -> Scenario | None:
@@ -288,7 +310,7 @@ def _keep(folder: Path, case: Scenario, kind: str) -> str:
     """Write the case beside those of other findings; its path in the folder."""
     text = dataclasses.replace(case, found=f"{kind} {case.found or ''}".strip()).to_json()
     stem = f"{get_system(case.system).name}-{kind.replace(' ', '-')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-    write_whole(folder / "cases" / f"{stem}.json", text)
+    write_atomically(folder / "cases" / f"{stem}.json", text)
     return f"cases/{stem}.json"
 
 

@@ -3,7 +3,7 @@
 Every finding is written down, repeated from nothing, shrunk, and written down at each step. Then the same is done with
 a fault planted, which must come out at the other end: a campaign that reports nothing has to show that it could.
 
-Importing this imports kernels, so the device is settled first (device.py).
+Importing this imports kernels, so the device is chosen first (device.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from dsa_verify.base.atomic_write import write_whole
+from dsa_verify.base.atomic_write import write_atomically
 from dsa_verify.base.errors import HarnessError, UsageError
 from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.round import Scenario
@@ -28,7 +28,7 @@ from dsa_verify.rounds.case_file import read_case
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.verify import Counts
 from dsa_verify.subjects.faults import get_fault
-from dsa_verify.systems.catalogue import get_system, settled_geometry
+from dsa_verify.systems.catalogue import get_system, resolve_geometry
 from dsa_verify.systems.trust import check_trust
 from dsa_verify.waivers.waivers import Ledger, check_names, choose_ledger, parse_ledger
 from fuzz.campaign.journal import Journal, JournalledSetup, Stopped
@@ -55,7 +55,7 @@ CANARY_SHRINK_S: Final = 10.0  # that it shrinks at all is what is to be shown
 # A subject that fails again and again is not made known any better by a hundred more of its failures.
 MOST_FINDINGS: Final = 4
 CANARY_ROUNDS: Final = 192
-# Faults that the world's first CANARY_ROUNDS rounds show, whatever the configuration.
+# Faults that the simulator's first CANARY_ROUNDS rounds show, whatever the configuration.
 CANARIES: Final = (
     "skip_refresh",
     "not_refreshed",
@@ -107,7 +107,7 @@ def configuration(setup: JournalledSetup) -> str:
 def _setup(spec: ShardSpec, backend: Backend) -> ReplaySetup:
     """What the shard runs: one configuration of the diagnostic matrix of its system."""
     plan, system = spec.plan, get_system(spec.system)
-    geometry, fixed = settled_geometry(system, plan.subject, backend.device.type, plan.preset, plan.settings)
+    geometry, fixed = resolve_geometry(system, plan.subject, backend.device.type, plan.preset, plan.settings)
     drafts = [geometry.draft_tokens] if "draft_tokens" in plan.settings else plan.drafts or None
     configs = diagnostic_matrix(
         system,
@@ -206,7 +206,7 @@ def take(finding: Finding, setup: JournalledSetup, folder: Path) -> FindingRecor
 
 
 def _found(finding: Finding, setup: JournalledSetup, folder: Path) -> FindingRecord:
-    """Its record: one that is settled, or that it was found."""
+    """Return its record: the final one, or the one that says that it was found."""
     key = FindingKey.of(finding.to_dict(), planted=setup.planted)
     known = FindingRecord.read(folder / "findings" / f"{key.name}.json")
     if known is not None and known.is_final:
@@ -248,7 +248,7 @@ def _shrunk(record: FindingRecord, finding: Finding, setup: JournalledSetup, fol
     except UsageError as error:
         return dataclasses.replace(record, note=f"not shrunk: {error}")
     path = Path("cases") / f"shrunk-{record.key.name}.json"
-    write_whole(folder / path, smaller.to_json())
+    write_atomically(folder / path, smaller.to_json())
     return dataclasses.replace(record, state="shrunk", shrunk=str(path))
 
 
@@ -330,7 +330,7 @@ def _without_fault(finding: Finding, setup: JournalledSetup, folder: Path) -> Fi
     for again in confirm(setup, case.rounds):
         if signature.matches(again):
             path = folder / "cases" / f"own-{Path(finding.case).name}"
-            write_whole(path, setup.scenario(case.rounds, found=again.sentence).to_json())
+            write_atomically(path, setup.scenario(case.rounds, found=again.sentence).to_json())
             return dataclasses.replace(again, case=str(path))
     return None
 

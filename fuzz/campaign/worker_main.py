@@ -30,7 +30,7 @@ from dsa_verify.base.errors import (
     UsageError,
 )
 from dsa_verify.base.exit_status import exit_status, in_a_line, is_expected
-from dsa_verify.base.out_of_memory import lack_of_memory
+from dsa_verify.base.out_of_memory import find_out_of_memory
 from fuzz.campaign.locks import held
 from fuzz.campaign.plan import ShardSpec
 from fuzz.campaign.shard_folder import (
@@ -42,14 +42,14 @@ from fuzz.campaign.shard_folder import (
 )
 
 # The process ends with its status above this: with any other a subject has ended it.
-ORDERLY: Final = 96
+STATUS_OFFSET: Final = 96
 
 
 def run_shard(spec: ShardSpec, folder: Path) -> ShardResult:
     """Run the shard in this process; what it finds is in `folder`. Raises what the statuses stand for."""
-    from dsa_verify.base.device import settle_device
+    from dsa_verify.base.device import choose_device
 
-    device = settle_device(spec.plan.device)
+    device = choose_device(spec.plan.device)
     from fuzz.campaign.worker import work_shard
 
     return work_shard(spec, folder, device)
@@ -57,12 +57,12 @@ def run_shard(spec: ShardSpec, folder: Path) -> ShardResult:
 
 def repeat_case(case: Path, folder: Path, device: str) -> None:
     """Replay a case that ended a process and see whether it ends this one, too."""
-    from dsa_verify.base.device import settle_device
+    from dsa_verify.base.device import choose_device
 
-    settled = settle_device(device)
+    chosen = choose_device(device)
     from fuzz.campaign.worker import replay_step_by_step
 
-    replay_step_by_step(case, folder, settled)
+    replay_step_by_step(case, folder, chosen)
 
 
 def _status_of(work: Callable[[], None]) -> int:
@@ -94,7 +94,7 @@ def _reason(error: BaseException, status: int) -> str:
     """Say in a line what `error` is. One of ours says it itself, but for a lack of memory, which says its cause."""
     if status == STATUS_INTERRUPTED:
         return "interrupted"
-    cause = lack_of_memory(error) if status == STATUS_OUT_OF_MEMORY else None
+    cause = find_out_of_memory(error) if status == STATUS_OUT_OF_MEMORY else None
     if cause is None and (status == STATUS_NO_ROOM or isinstance(error, DsaVerifyError)):
         return str(error)
     return f"{type(cause).__name__}: {cause}" if cause is not None else in_a_line(error)
@@ -113,7 +113,7 @@ def _end_with_parent() -> None:
         sys.stdin.buffer.read()
         if os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)  # what the subject has started, too
-        os._exit(ORDERLY + STATUS_INTERRUPTED)
+        os._exit(STATUS_OFFSET + STATUS_INTERRUPTED)
 
     threading.Thread(target=watch, daemon=True).start()
 
@@ -141,4 +141,4 @@ if __name__ == "__main__":
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
-    os._exit(ORDERLY + status)
+    os._exit(STATUS_OFFSET + status)

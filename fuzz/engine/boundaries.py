@@ -214,7 +214,8 @@ def _thresholds(geometry: Geometry) -> list[int]:
 
 def _token_lengths(system: System, geometry: Geometry, lengths: Array, rows: int) -> Array:
     """What the token rows of each request see, with the indexer: [requests, rows] (contract 1)."""
-    return np.maximum(lengths[:, None] - system.written_back(geometry) + np.arange(rows) + 1, 0)
+    seen: Array = np.maximum(lengths[:, None] - system.written_back(geometry) + np.arange(rows) + 1, 0)
+    return seen
 
 
 def _tiles(system: System, geometry: Geometry, lengths: Array, parts: Sequence[Array]) -> Array:

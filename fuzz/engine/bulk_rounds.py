@@ -1,8 +1,8 @@
 """Resident rounds: whole chunks drawn from a counter on the setup's own device, with no work for a single round.
 
-A steered world (world.py) costs about a millisecond a round, ten times what a small round costs a GPU. These rounds are
-not steered: each is a hash of (seed, number), so that any of them can be rebuilt without having been stored, and
-coverage is taken of a sample.
+A steered simulator (simulator.py) costs about a millisecond a round, ten times what a small round costs a GPU. These
+rounds are not steered: each is a hash of (seed, number), so that any of them can be rebuilt without having been stored,
+and coverage is taken of a sample.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from dsa_verify.contract.round_table import PAD_REQUEST, Array, RoundTable, complete_table
+from dsa_verify.contract.round_table import Array, RoundTable, complete_table
+from dsa_verify.contract.static_inputs import PAD_REQUEST
 from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
 from fuzz.engine.coverage import Coverage

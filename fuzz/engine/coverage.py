@@ -4,7 +4,7 @@ Metadata goes wrong between rounds: a buffer keeps what the last replay of its b
 length was seen but what was there before it: large then small, one page down, the same batch row with another request.
 Fields that turn at the same places are one `Quantity`. For each there is a map of bands (before, now), of moves (whose
 row it is, how far its length moved) and of edges (where in a step it lies); beside them the boundaries of contract 10
-and the pairs of the world's own regimes. What can be visited at all is enumerated, so that a report can end with what
+and the pairs of the simulator's steps. What can be visited at all is enumerated, so that a report can end with what
 never was.
 """
 
@@ -125,7 +125,7 @@ class Coverage:
             self._before[bucket] = self._after(Round(bucket=bucket, seq_lens=(), requests=()))
 
     def observe(self, round_: Round, regime: str | None = None) -> None:
-        """Count what `round_` shows, after what the rounds before it left. `regime`: the world's name for it."""
+        """Count what `round_` shows, after what the rounds before it left. `regime`: the step that made it."""
         self.rounds += 1
         self._generations[list(dict.fromkeys(round_.remap))] += 1
         before, now = self._before[round_.bucket], self._after(round_)
@@ -308,13 +308,18 @@ def _way(field: Field, geometry: Geometry) -> tuple[object, ...]:
         return "candidates", 1
     if field.column_step:
         return "columns", field.column_step, field.columns
-    # What contract 4 derives from a length is in pools, and some of contract 7 in compressed entries.
+    return "length", _length_step(field, geometry)
+
+
+def _length_step(field: Field, geometry: Geometry) -> int:
+    """Return by how many tokens a length grows until the field turns: contract 4 counts in pools, and some of
+    contract 7 in compressed entries."""
     if field.section.startswith("4"):
-        return "length", geometry.pool_size
+        return geometry.pool_size
     if field.section.startswith("7"):
         steps = {"swa": geometry.window, "c4": geometry.sparse_ratio, "c128": geometry.dense_ratio}
-        return "length", steps.get(field.name.partition("_")[0], 1)
-    return "length", 1
+        return steps.get(field.name.partition("_")[0], 1)
+    return 1
 
 
 def _quantity(way: tuple[object, ...], group: Sequence[Field], system: System, geometry: Geometry) -> Quantity:

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Sequence
 from enum import IntEnum, unique
-from typing import Any, Final
+from typing import Any, Final, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ import torch
 
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import POISONS, Round
-from dsa_verify.contract.round_table import PAD_REQUEST
+from dsa_verify.contract.static_inputs import PAD_REQUEST
 from dsa_verify.contract.system import System
 from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
 from fuzz.engine.boundaries import boundary_lengths
@@ -65,7 +65,7 @@ class Lane(IntEnum):
     PREFIX_ROW = 17
     PREFIX_PAGES = 18
     FLOOR = 19
-    # world.py and regimes.py
+    # simulator.py and steps.py
     REUSE = 32
     REGIME = 33
     STEER = 34
@@ -107,6 +107,14 @@ def bits(seed: Any, round_: Any, lane: Any, element: Any) -> Any:
     for counter, stride in zip((round_, lane, element), _STRIDES[1:], strict=True):
         value = _mix(value + counter * _signed(stride))
     return _shifted(value, 1)
+
+
+@overload
+def below(words: int, span: int) -> int: ...
+
+
+@overload
+def below(words: Any, span: Any) -> Any: ...
 
 
 def below(words: Any, span: Any) -> Any:

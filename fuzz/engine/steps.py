@@ -1,5 +1,6 @@
-"""Regimes: what the world does in one round, by name. Those of ENGINE are what serving engines do; the others step
-outside of that. Each can follow any other, so that all pairs of them can be visited."""
+"""Steps are what the simulator does in one round, by name. Those of ENGINE are what serving engines do; the others,
+the regimes of expansion.py among them, lie outside of that. Each can follow any other, so that all pairs are visited.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ ON_DEMAND: Final = "on demand"
 _OF_SEVERAL: Final = ("shared prefix", "shuffle")  # need two requests
 
 
-class World(Protocol):
-    """What a step asks of the simulated engine (world.py), which plays the steps."""
+class SimulatedEngine(Protocol):
+    """A step asks this of the simulated engine (simulator.py)."""
 
     live: list[Any]
     most: int
@@ -44,7 +45,7 @@ class World(Protocol):
 def names_of(
     system: System, geometry: Geometry, buckets: Sequence[int], *, outside: bool = True, steered: bool = True
 ) -> tuple[str, ...]:
-    """The regimes of a world, in a fixed order; each can follow any other."""
+    """Return the steps of a simulator, in a fixed order; each can follow any other."""
     most = max(most_requests(system, geometry, bucket) for bucket in buckets)
     names = [name for name in ENGINE if most > 1 or name not in _OF_SEVERAL]
     if len(buckets) == 1:
@@ -55,81 +56,81 @@ def names_of(
     return tuple(names)
 
 
-def _steady(world: World) -> None:
-    world.accept()
+def _steady(simulator: SimulatedEngine) -> None:
+    simulator.accept()
 
 
-def _admit(world: World) -> None:
-    world.accept()
-    for _ in range(1 + world.draw(Lane.COUNT, max(world.most // 2, 1))):
-        world.admit()
+def _admit(simulator: SimulatedEngine) -> None:
+    simulator.accept()
+    for _ in range(1 + simulator.draw(Lane.COUNT, max(simulator.most // 2, 1))):
+        simulator.admit()
 
 
-def _finish(world: World) -> None:
-    world.accept()
-    if world.live:
-        world.finish(world.draw(Lane.WHICH, len(world.live)), swap=bool(world.draw(Lane.ORDER, 2)))
+def _finish(simulator: SimulatedEngine) -> None:
+    simulator.accept()
+    if simulator.live:
+        simulator.finish(simulator.draw(Lane.WHICH, len(simulator.live)), swap=bool(simulator.draw(Lane.ORDER, 2)))
 
 
-def _preempt(world: World) -> None:
-    world.accept()
-    if world.live:
-        world.preempt()
+def _preempt(simulator: SimulatedEngine) -> None:
+    simulator.accept()
+    if simulator.live:
+        simulator.preempt()
 
 
-def _resume(world: World) -> None:
-    world.accept()
-    world.resume()
+def _resume(simulator: SimulatedEngine) -> None:
+    simulator.accept()
+    simulator.resume()
 
 
-def _one(change: Callable[[World, int], None]) -> Callable[[World], None]:
-    def regime(world: World) -> None:
-        world.accept()
-        if world.live:
-            change(world, world.draw(Lane.WHICH, len(world.live)))
+def _one(change: Callable[[SimulatedEngine, int], None]) -> Callable[[SimulatedEngine], None]:
+    def step(simulator: SimulatedEngine) -> None:
+        simulator.accept()
+        if simulator.live:
+            change(simulator, simulator.draw(Lane.WHICH, len(simulator.live)))
 
-    return regime
+    return step
 
 
-def _idle(world: World) -> Round:
+def _idle(simulator: SimulatedEngine) -> Round:
     """An idle rank replays with the others, though it has nothing to do (contract 7)."""
-    waiting, world.live = world.live, []
-    round_ = world.emit(world.buckets[world.draw(Lane.BUCKET, len(world.buckets))])
-    world.live = waiting
+    waiting, simulator.live = simulator.live, []
+    round_ = simulator.emit(simulator.buckets[simulator.draw(Lane.BUCKET, len(simulator.buckets))])
+    simulator.live = waiting
     return round_
 
 
-def _wider_bucket(world: World) -> Round:
+def _wider_bucket(simulator: SimulatedEngine) -> Round:
     """Another rank of the data-parallel group has more requests, so this one pads its batch further."""
-    world.accept()
-    least = world.smallest_bucket(len(world.live))
-    wider = [bucket for bucket in world.buckets if bucket > least] or [least]
-    return world.emit(wider[world.draw(Lane.BUCKET, len(wider))])
+    simulator.accept()
+    least = simulator.smallest_bucket(len(simulator.live))
+    wider = [bucket for bucket in simulator.buckets if bucket > least] or [least]
+    return simulator.emit(wider[simulator.draw(Lane.BUCKET, len(wider))])
 
 
-def _shuffle(world: World) -> None:
-    world.accept()
-    world.shuffle()
+def _shuffle(simulator: SimulatedEngine) -> None:
+    simulator.accept()
+    simulator.shuffle()
 
 
-def _fill(world: World) -> None:
-    world.fill()
+def _fill(simulator: SimulatedEngine) -> None:
+    simulator.fill()
 
 
-def _drain(world: World) -> None:
-    world.accept()
-    world.shrink(1)
+def _drain(simulator: SimulatedEngine) -> None:
+    simulator.accept()
+    simulator.shrink(1)
 
 
-ENGINE: Final[dict[str, Callable[[World], Round | None]]] = {
+ENGINE: Final[dict[str, Callable[[SimulatedEngine], Round | None]]] = {
     "steady": _steady,
     "admit": _admit,
     "finish": _finish,
     "preempt": _preempt,
     "resume": _resume,
-    "other row": _one(lambda world, at: world.move_row(at)),
-    "other pages": _one(lambda world, at: world.move_pages(at)),
-    "shared prefix": _one(lambda world, at: world.share(at)),
+    "other row": _one(lambda simulator, at: simulator.move_row(at)),
+    "other pages": _one(lambda simulator, at: simulator.move_pages(at)),
+    "shared prefix": _one(lambda simulator, at: simulator.share(at)),
     "idle": _idle,
     "wider bucket": _wider_bucket,
     "shuffle": _shuffle,

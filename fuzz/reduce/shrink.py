@@ -20,7 +20,7 @@ from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.finding import Finding
 from dsa_verify.contract.geometry import MIN_DRAFT_STEPS, Geometry
 from dsa_verify.contract.round import Round, Scenario
-from dsa_verify.contract.round_table import PAD_REQUEST
+from dsa_verify.contract.static_inputs import PAD_REQUEST
 from dsa_verify.contract.subject import SubjectFactory
 from dsa_verify.graphs import Backend
 from dsa_verify.rounds.matrix import boundaries
@@ -80,7 +80,7 @@ def shrink(
         search = _Search(trials, *_start(trials, scenario), on_accept)
         for screening in (True, False):
             search.screening = screening
-            search.settle()
+            search.run_to_fixpoint()
     except OutOfTime:
         finished = False
     if search is None:
@@ -122,7 +122,7 @@ class _Search:
         self.screening = True
         self._trials, self._on_accept = trials, on_accept
 
-    def settle(self) -> None:
+    def run_to_fixpoint(self) -> None:
         """Go through the passes until a whole turn achieves nothing."""
         before = None
         while before != self.best:

@@ -117,8 +117,9 @@ class Trials:
         if self.signature.field is None or _captures(candidate) != _captures(base):
             return True
         self._candidates[_captures(base)] += 1
-        if self._candidates[_captures(base)] <= UNSCREENED:
-            return True
+        return self._candidates[_captures(base)] <= UNSCREENED or self._passes_screen(candidate, base)
+
+    def _passes_screen(self, candidate: Scenario, base: Scenario) -> bool:
         self._spend()
         screen = self._screen_of(base)
         if screen is None or not screen.fits(candidate):

@@ -48,7 +48,7 @@ from fuzz.campaign.shard_folder import (
 from fuzz.campaign.state import CampaignState
 from fuzz.campaign.supervisor import runs_in, supervise
 from fuzz.campaign.verdicts import note_recheck, waive
-from fuzz.campaign.worker_main import ORDERLY
+from fuzz.campaign.worker_main import STATUS_OFFSET
 
 pytestmark = pytest.mark.usefixtures("played_shards")
 KILLS = int(os.environ.get("DSA_VERIFY_KILLS", "4"))
@@ -143,7 +143,7 @@ def test_a_shard_left_at_work_is_ended_before_its_folder_is_used(root: Path) -> 
     assert (attempt["ended"], attempt["rounds_lost"]) == ("interrupted", 16)
 
 
-@pytest.mark.parametrize("leads, ends", [(False, ORDERLY + 130), (True, -signal.SIGKILL)])
+@pytest.mark.parametrize("leads, ends", [(False, STATUS_OFFSET + 130), (True, -signal.SIGKILL)])
 def test_a_shard_ends_with_its_supervisor(root: Path, leads: bool, ends: int) -> None:
     """And its group, if it has one of its own, with it."""
     folder = shard_folder(root, 0)

@@ -26,7 +26,7 @@ from fuzz.campaign.plan import load_or_create_plan
 from fuzz.campaign.shard_folder import CaseNotSaved, attempts_in, findings_in, read_json, shard_folder, write_json
 from fuzz.campaign.supervisor import _End, _Watch, supervise
 from fuzz.campaign.verdicts import note_recheck
-from fuzz.campaign.worker_main import ORDERLY, _status_of
+from fuzz.campaign.worker_main import STATUS_OFFSET, _status_of
 
 pytestmark = pytest.mark.usefixtures("played_shards")
 
@@ -196,7 +196,7 @@ def test_a_log_that_is_full_is_no_death(tmp_path: Path) -> None:
         Path("/dev/full").open("w") as full,
         subprocess.Popen(line, stdin=subprocess.PIPE, stdout=full, stderr=full) as process,
     ):
-        assert process.wait(60) == ORDERLY + 2  # there is no spec.json
+        assert process.wait(60) == STATUS_OFFSET + 2  # there is no spec.json
 
 
 def test_a_plan_is_settled_by_one_campaign_at_a_time(tmp_path: Path) -> None:
@@ -306,4 +306,4 @@ def test_a_shard_that_is_interrupted_says_so(tmp_path: Path) -> None:
     with subprocess.Popen(line, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         said = process.stderr.read().decode()
-    assert (process.returncode, said) == (ORDERLY + 130, "dsa-verify: interrupted\n")
+    assert (process.returncode, said) == (STATUS_OFFSET + 130, "dsa-verify: interrupted\n")

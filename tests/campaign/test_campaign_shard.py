@@ -13,9 +13,9 @@ import pytest
 import torch
 from support import DEVICE, SMALL, EagerDecode, decode_round, setup_of
 
-from dsa_verify.base.atomic_write import write_whole
+from dsa_verify.base.atomic_write import write_atomically
 from dsa_verify.base.errors import HarnessError, OutOfMemory
-from dsa_verify.base.out_of_memory import lack_of_memory
+from dsa_verify.base.out_of_memory import find_out_of_memory
 from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.round import Round
 from dsa_verify.diagnosis.confirm import confirm
@@ -321,7 +321,7 @@ def test_a_failure_that_only_reads_like_it_is_the_subjects(
 def test_what_lacks_memory(error: Exception, lacks: bool) -> None:
     outer = HarnessError("the oracle cannot be captured")
     outer.__cause__ = error
-    assert lack_of_memory(outer) is (error if lacks else None)
+    assert find_out_of_memory(outer) is (error if lacks else None)
 
 
 # The journal ---------------------------------------------------------------------------------------------------------
@@ -355,7 +355,7 @@ def test_progress_tells_what_was_judged_from_what_was_in_flight(tmp_path: Path) 
     journal.count(3)
     replayer.run(table)
     assert read_progress(folder) | {"at": 0} == {"rounds": 3, "checked": 3, "at": 0}
-    write_whole(tmp_path / "stop", "")
+    write_atomically(tmp_path / "stop", "")
     journal._beat = 0.0  # so that progress is due
     with pytest.raises(Stopped):
         journal.count(3)
@@ -367,7 +367,7 @@ def test_the_end_of_a_campaign_is_seen_at_every_chunk(tmp_path: Path) -> None:
     journal = Journal(shard_folder(tmp_path, 0))
     journal.opening(JournalledSetup.of(setup_of(EagerDecode), journal))  # which is a heartbeat
     journal.count(3)
-    write_whole(tmp_path / "stop", "")
+    write_atomically(tmp_path / "stop", "")
     for sign_of_life in (lambda: journal.count(3), lambda: journal.alive(3), journal.clock):
         with pytest.raises(Stopped):
             sign_of_life()

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dsa_verify.base import atomic_write as whole_files
-from dsa_verify.base import version
+from dsa_verify.base import atomic_write, version
 from dsa_verify.cli import new
 from dsa_verify.report.terminal import counted
 from dsa_verify.run import verify
@@ -395,7 +394,7 @@ def test_a_finding_is_told_where_its_case_cannot_be_saved(
     def refuse(path: Path, text: str, durable: bool) -> None:
         raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr(whole_files, "_replace", refuse)
+    monkeypatch.setattr(atomic_write, "_replace", refuse)
     verify._say_once.cache_clear()
     status, text = dsa_verify(*line.split(), "--fault", "skip_refresh")
     assert status == 1, text
@@ -422,14 +421,14 @@ def test_a_folder_in_which_nothing_can_be_put_still_gives_a_verdict(
 
 
 def test_a_small_case_that_cannot_be_saved_is_said(dsa_verify: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace = whole_files._replace
+    replace = atomic_write._replace
 
     def refuse(path: Path, text: str, durable: bool) -> None:
         if path.name.endswith(".small.json"):
             raise OSError(errno.ENOSPC, "No space left on device")
         replace(path, text, durable)
 
-    monkeypatch.setattr(whole_files, "_replace", refuse)
+    monkeypatch.setattr(atomic_write, "_replace", refuse)
     status, text = dsa_verify(*ONE.replace("replay", "fuzz").split(), "--fault", "skip_refresh")
     assert status == 1
     assert "  the small case could not be saved: No space left on device\n" in text
@@ -444,14 +443,14 @@ def test_a_report_that_cannot_be_written_takes_no_finding_away(dsa_verify: Cli, 
 
 
 def test_new_in_a_folder_that_cannot_be_written_is_status_2(dsa_verify: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace = whole_files._replace
+    replace = atomic_write._replace
 
     def refuse(path: Path, text: str, durable: bool) -> None:
         if path.name.startswith("test_"):
             raise OSError(errno.EROFS, "Read-only file system")
         replace(path, text, durable)
 
-    monkeypatch.setattr(whole_files, "_replace", refuse)
+    monkeypatch.setattr(atomic_write, "_replace", refuse)
     status, text = dsa_verify("new", "mine")
     assert status == 2
     assert text == "dsa-verify: test_mine.py: cannot be written (Read-only file system); go to a folder that can be\n"

@@ -15,7 +15,7 @@ from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.graphs import open_backend
 from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.case_file import read_case
-from dsa_verify.run.runner import Runner, open_run
+from dsa_verify.run.runner import Runner, new_result
 from dsa_verify.subjects.faults.conduct import WrongOnce
 from dsa_verify.systems.catalogue import get_system
 from fuzz.cases import caught, paths
@@ -48,7 +48,7 @@ def confirmed(case: Scenario) -> list[Finding]:
 def replayed(case: Scenario) -> list[Finding]:
     """As an item of pytest and `dsa-verify replay` do it: first fast, then from nothing."""
     backend = open_backend(DEVICE)
-    run = open_run(case.system, case.subject, backend)
+    run = new_result(case.system, case.subject, backend)
     Runner(backend=backend, folder=None).case(case, None, run)
     return run.findings
 

@@ -16,7 +16,7 @@ from dsa_verify.graphs import open_backend
 from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.systems.catalogue import SYSTEMS
-from fuzz.engine.world import World
+from fuzz.engine.simulator import EngineSimulator
 
 DEVICE = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
 TINY = Geometry.resolve("tiny")
@@ -34,9 +34,9 @@ def scripted() -> list[Round]:
     return [round_ for table in config.chunks() for round_ in table.rounds()]
 
 
-@pytest.mark.parametrize("name", ["script", "world"])
+@pytest.mark.parametrize("name", ["script", "simulator"])
 def test_the_draw_of_shared_pages_finds_it_and_nothing_else_does(name: str) -> None:
-    rounds = scripted() if name == "script" else World(SYSTEMS["decode"], TINY, (4, 1), 3).rounds(60)
+    rounds = scripted() if name == "script" else EngineSimulator(SYSTEMS["decode"], TINY, (4, 1), 3).rounds(60)
     (found,) = sentences(rounds)
     assert re.search(r"that is the same place of request \d+, with the same first page as this request$", found)
     assert sentences([dataclasses.replace(round_, prefixes=()) for round_ in rounds]) == []

@@ -166,8 +166,8 @@ def shard_facts(root: Path, entries: list[dict[str, Any]], number: int, subject:
         batches=(4,),
         waivers=tuple(entries),
     )
-    settled = load_or_create_plan(root, dataclasses.asdict(plan), {})
-    assert settled == load_or_create_plan(root, {}, {}) == plan, "the ledger is part of the plan"
+    loaded = load_or_create_plan(root, dataclasses.asdict(plan), {})
+    assert loaded == load_or_create_plan(root, {}, {}) == plan, "the ledger is part of the plan"
     shard_work.work_shard(ShardSpec(plan=plan, number=number), shard_folder(root, number), DEVICE)
     return summary(CampaignState.read(root))
 
@@ -242,6 +242,6 @@ def test_no_fault_is_planted_where_a_waiver_would_cover_it(tmp_path: Path) -> No
     plan = Plan(systems=("decode",), subject=label_of(UnwrittenLengths), device=DEVICE.type, preset="tiny")
     spec = plan.shard(0)
     setup = ReplaySetup.make(SYSTEMS["decode"], small(), (4,), 0, UnwrittenLengths, None, backend(), WAIVED)
-    applicable = [name for name in shard_work.CANARIES if shard_work._applies(name, spec, setup)]  # type: ignore[arg-type]
+    applicable = [name for name in shard_work.CANARIES if shard_work._plantable(name, spec, setup)]  # type: ignore[arg-type]
     assert "skip_refresh" not in applicable
     assert "not_refreshed" in applicable

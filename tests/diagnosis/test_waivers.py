@@ -30,7 +30,7 @@ from dsa_verify.diagnosis.confirm import confirm
 from dsa_verify.judge.schedule_laws import Law
 from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import diagnostic_matrix
-from dsa_verify.run.runner import Run, Runner, open_run, status_of
+from dsa_verify.run.runner import Runner, RunResult, new_result, status_of
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.systems.catalogue import SYSTEMS
 from dsa_verify.waivers.waivers import Ledger, choose_ledger
@@ -310,8 +310,8 @@ def test_what_does_not_show_when_it_is_explained_is_flaky(monkeypatch: pytest.Mo
 # Gone ----------------------------------------------------------------------------------------------------------------
 
 
-def run_of(subject: type, ledger: Ledger, **rest: Any) -> Run:
-    run = open_run("decode", subject, backend(), ledger)
+def run_of(subject: type, ledger: Ledger, **rest: Any) -> RunResult:
+    run = new_result("decode", subject, backend(), ledger)
     configs = diagnostic_matrix(SYSTEMS["decode"], small(), batches=[4, 2], rounds=2)
     Runner(backend=backend(), folder=None, ledger=ledger, **rest).matrix(configs, subject, run)
     return run
@@ -344,7 +344,7 @@ def test_a_waiver_that_does_not_apply_is_not_gone() -> None:
 def test_a_case_or_an_interrupted_run_says_nothing_about_what_is_gone() -> None:
     ledger = ledger_of("support:EagerDecode")
     setup = ReplaySetup.make(SYSTEMS["decode"], small(), (4,), 0, "support:EagerDecode", None, backend(), ledger)
-    run = open_run("decode", "support:EagerDecode", backend(), ledger)
+    run = new_result("decode", "support:EagerDecode", backend(), ledger)
     Runner(backend=backend(), folder=None, ledger=ledger).case(setup.scenario(ROUNDS[:1]), None, run)
     assert (run.gone, status_of([run])) == ([], STATUS_EQUAL)
     run = run_of(EagerDecode, ledger)

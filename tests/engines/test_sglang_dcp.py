@@ -19,14 +19,15 @@ from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round
 from dsa_verify.contract.subject import load_attribute
+from dsa_verify.contract.system import OWN_TABLES
 from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import diagnostic_matrix
-from dsa_verify.run.runner import Run, Runner, open_run
+from dsa_verify.run.runner import Runner, RunResult, new_result
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.adapters import sglang
 from dsa_verify.subjects.adapters.sglang import dcp as adapter
 from dsa_verify.subjects.adapters.sglang import wheel
-from dsa_verify.systems.catalogue import OF_OTHERS, OF_THE_SUBJECT, OWN_TABLES, SYSTEMS, settled_geometry
+from dsa_verify.systems.catalogue import OF_OTHERS, OF_THE_SUBJECT, SYSTEMS, resolve_geometry
 from fuzz.reduce.shrink import shrink
 from fuzz.reduce.trials import Signature
 
@@ -70,23 +71,23 @@ def test_every_subject_says_what_it_covers(name: str) -> None:
 @pytest.mark.parametrize("device_type", ["cuda", "cpu"])
 def test_subjects_ask_for_the_geometry_that_shows_their_limits(device_type: str) -> None:
     """Ids beyond float32's integers, the base of the MHA backends; what a run sets itself has the last word."""
-    geometry, fixed = settled_geometry(SYSTEM, "sglang:dcp_npu", device_type)
+    geometry, fixed = resolve_geometry(SYSTEM, "sglang:dcp_npu", device_type)
     assert geometry.first_page * geometry.replace(dcp_size=2).allocator_page > 1 << 24
     assert {"first_page", "dcp_size"} <= fixed
-    assert settled_geometry(SYSTEM, "sglang:dcp_mha_merge", device_type)[0].log_base == "e"
-    views = [settled_geometry(SYSTEM, f"sglang:{name}", device_type) for name in ("dcp_columns", "dcp_columns_far")]
+    assert resolve_geometry(SYSTEM, "sglang:dcp_mha_merge", device_type)[0].log_base == "e"
+    views = [resolve_geometry(SYSTEM, f"sglang:{name}", device_type) for name in ("dcp_columns", "dcp_columns_far")]
     assert [(geometry.input_view, "input_view" in fixed) for geometry, fixed in views] == [
         ("strided", True),
         ("plain", True),  # whose table is its matter
     ]
-    geometry, fixed = settled_geometry(SYSTEM, "sglang:dcp_npu", device_type, settings={"first_page": 3, "topk": 9})
+    geometry, fixed = resolve_geometry(SYSTEM, "sglang:dcp_npu", device_type, settings={"first_page": 3, "topk": 9})
     assert (geometry.first_page, geometry.dcp_size, geometry.topk) == (3, 2, 9)
     assert fixed == {"first_page", "dcp_size", "topk", OWN_TABLES, OF_OTHERS, *OF_THE_SUBJECT}
-    assert settled_geometry(SYSTEM, None, device_type)[1] == frozenset()
+    assert resolve_geometry(SYSTEM, None, device_type)[1] == frozenset()
 
 
 def test_the_matrix_does_not_turn_over_what_a_subject_asks_for() -> None:
-    geometry, fixed = settled_geometry(SYSTEM, "sglang:dcp_mha_merge", "cpu", settings=SMALL)
+    geometry, fixed = resolve_geometry(SYSTEM, "sglang:dcp_mha_merge", "cpu", settings=SMALL)
     configs = diagnostic_matrix(SYSTEM, geometry, batches=[1, 2, 3], fixed=fixed)
     assert {(config.geometry.dcp_size, config.geometry.log_base) for config in configs} == {(2, "e")}
 
@@ -103,7 +104,7 @@ def test_what_the_functions_do_not_take_is_refused() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang can be imported")
 def test_without_sglang_a_run_says_how_to_get_it() -> None:
     with pytest.raises(UsageError, match="pip install sglang") as refused:
-        open_run("dcp", "sglang:dcp_nope", backend())
+        new_result("dcp", "sglang:dcp_nope", backend())
     assert refused.value.status == STATUS_USAGE
 
 
@@ -265,11 +266,11 @@ def test_a_finding_shrinks_to_a_round(double: Double) -> None:
 # SGLang itself -------------------------------------------------------------------------------------------------------
 
 
-def matrix_of(name: str, batches: list[int]) -> Run:
+def matrix_of(name: str, batches: list[int]) -> RunResult:
     """As `dsa-verify replay --subject` does it, with a few rounds of the batches."""
-    geometry, fixed = settled_geometry(SYSTEM, f"sglang:{name}", DEVICE.type)
+    geometry, fixed = resolve_geometry(SYSTEM, f"sglang:{name}", DEVICE.type)
     configs = diagnostic_matrix(SYSTEM, geometry, rounds=6, batches=batches, fixed=fixed)
-    run = open_run("dcp", f"sglang:{name}", backend())
+    run = new_result("dcp", f"sglang:{name}", backend())
     Runner(backend=backend(), folder=None).matrix(configs, f"sglang:{name}", run)
     return run
 

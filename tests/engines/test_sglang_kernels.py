@@ -15,13 +15,14 @@ from support import DEVICE, backend
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.system import OWN_TABLES
 from dsa_verify.contract.topk_plan import PLAN_RULES
 from dsa_verify.rounds.matrix import diagnostic_matrix
-from dsa_verify.run.runner import Run, Runner, open_run
+from dsa_verify.run.runner import Runner, RunResult, new_result
 from dsa_verify.subjects.adapters.sglang import SUBJECTS, basic, indexer, kpool, mtp, wheel
 from dsa_verify.subjects.pipelines.schedule import build_schedule
 from dsa_verify.subjects.pipelines.topk_plan import TopkPlanBuilder
-from dsa_verify.systems.catalogue import OF_OTHERS, OWN_TABLES, SYSTEMS
+from dsa_verify.systems.catalogue import OF_OTHERS, SYSTEMS
 
 NAMES = ("decode", "target_verify", "draft_extend")
 
@@ -41,7 +42,7 @@ REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
 
 
-def replay(name: str, preset: str, *, rounds: int | None = None, batches: Any = (4,), **settings: Any) -> Run:
+def replay(name: str, preset: str, *, rounds: int | None = None, batches: Any = (4,), **settings: Any) -> RunResult:
     system = SYSTEMS[SUBJECTS[name].system]
     configs = diagnostic_matrix(
         system,
@@ -51,12 +52,12 @@ def replay(name: str, preset: str, *, rounds: int | None = None, batches: Any = 
         drafts=[3] if system.drafts and batches else None,
         fixed=frozenset({*settings, OWN_TABLES, OF_OTHERS}),
     )
-    run = open_run(system.name, f"sglang:{name}", backend())
+    run = new_result(system.name, f"sglang:{name}", backend())
     Runner(backend=backend(), folder=None, keep_going=True).matrix(configs, f"sglang:{name}", run)
     return run
 
 
-def expect_equal(run: Run, rounds: int) -> None:
+def expect_equal(run: RunResult, rounds: int) -> None:
     assert [finding.sentence for finding in run.findings] == []
     assert (run.counts.rounds_checked, run.counts.mismatches, run.counts.guard_hits) == (rounds, 0, 0)
 

@@ -14,12 +14,13 @@ from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.geometry import PADDED_MODES, Geometry
 from dsa_verify.contract.round import Round
 from dsa_verify.contract.subject import load_attribute
+from dsa_verify.contract.system import OWN_TABLES
 from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.adapters import sglang
 from dsa_verify.subjects.adapters.sglang.padded import Padded, PaddedLowRatios
 from dsa_verify.subjects.adapters.sglang.ragged import RaggedVerify
-from dsa_verify.systems.catalogue import OF_OTHERS, OF_THE_SUBJECT, OWN_TABLES, SYSTEMS, settled_geometry
+from dsa_verify.systems.catalogue import OF_OTHERS, OF_THE_SUBJECT, SYSTEMS, resolve_geometry
 
 SYSTEM = SYSTEMS["padded"]
 NAMES = ["padded", "padded_torch", "padded_low_ratios"]
@@ -39,7 +40,7 @@ needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, re
 
 def geometry_of(name: str, mode: str, **overrides: object) -> Geometry:
     settings = {"padded_mode": mode, "draft_tokens": 4, "request_rows": 9, **overrides}
-    return settled_geometry(SYSTEM, f"sglang:{name}", "cpu", settings=settings)[0]
+    return resolve_geometry(SYSTEM, f"sglang:{name}", "cpu", settings=settings)[0]
 
 
 def covered(name: str, mode: str) -> set[str]:
@@ -64,12 +65,12 @@ def test_what_is_covered(name: str) -> None:
 def test_the_presets_are_those_that_the_kernels_take() -> None:
     for name in NAMES:
         for device_type, preset in (("cuda", "deepseek_v4"), ("cpu", "small_v4")):
-            geometry, fixed = settled_geometry(SYSTEM, f"sglang:{name}", device_type)
+            geometry, fixed = resolve_geometry(SYSTEM, f"sglang:{name}", device_type)
             assert geometry.preset == preset
             assert geometry.page_size == 256
             own = {"low_ratios"} if name == "padded_low_ratios" else set()
             assert fixed == {OWN_TABLES, OF_OTHERS, *OF_THE_SUBJECT, "request_floors"} | own
-    assert settled_geometry(SYSTEM, "sglang:padded", "cpu", "tiny_v4")[0].preset == "tiny_v4"
+    assert resolve_geometry(SYSTEM, "sglang:padded", "cpu", "tiny_v4")[0].preset == "tiny_v4"
 
 
 @pytest.mark.parametrize(

@@ -22,15 +22,15 @@ from dsa_verify.cli.subjects import engine_lines
 from dsa_verify.contract.layout import Layout
 from dsa_verify.contract.round import Scenario
 from dsa_verify.contract.subject import load_attribute
-from dsa_verify.run.runner import Run, Runner, open_run
+from dsa_verify.contract.system import OWN_TABLES
+from dsa_verify.run.runner import Runner, RunResult, new_result
 from dsa_verify.subjects.adapters.sglang import SUBJECTS
 from dsa_verify.systems.catalogue import (
     OF_OTHERS,
     OF_THE_SUBJECT,
-    OWN_TABLES,
     SYSTEMS,
     get_system,
-    settled_geometry,
+    resolve_geometry,
     subject_factory,
     systems_to_run,
 )
@@ -66,7 +66,7 @@ def test_every_subject_is_found_without_sglang(absent: None, name: str) -> None:
     assert subject.name == f"sglang:{name}"
     label, factory = subject_factory(get_system(subject.system), subject.name)
     assert (label, factory) == (subject.name, load_attribute(subject.reference))
-    geometry, fixed = settled_geometry(get_system(subject.system), subject.name, "cuda")
+    geometry, fixed = resolve_geometry(get_system(subject.system), subject.name, "cuda")
     assert fixed == {*subject.settings, OWN_TABLES, *OF_THE_SUBJECT, OF_OTHERS}
     assert all(getattr(geometry, key) == value for key, value in subject.settings.items())
 
@@ -109,11 +109,11 @@ def test_a_second_engine_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_campaign_takes_the_system_from_the_subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Plan] = []
 
-    def settle(root: Path, given: Mapping[str, Any], default: Mapping[str, Any]) -> Plan:
+    def load(root: Path, given: Mapping[str, Any], default: Mapping[str, Any]) -> Plan:
         seen.append(Plan(**{**default, **given}))
         raise UsageError("enough")
 
-    monkeypatch.setattr("dsa_verify.cli.campaign.load_or_create_plan", settle)
+    monkeypatch.setattr("dsa_verify.cli.campaign.load_or_create_plan", load)
     result = CliRunner().invoke(campaign, ["run", str(tmp_path / "c"), "--subject", "sglang:draft_extend"])
     assert str(result.exception) == "enough"
     assert (seen[0].systems, seen[0].subject) == (("draft_extend",), "sglang:draft_extend")
@@ -208,12 +208,12 @@ class Partly(EagerDecode):
         self.out["real_page_table"].fill_(-5)
 
 
-def run_of(subject: Any, folder: Path | None = None) -> Run:
+def run_of(subject: Any, folder: Path | None = None) -> RunResult:
     setup = setup_of(subject)
     case = Scenario(
         system="decode", geometry=setup.geometry, buckets=(2,), rounds=(decode_round(2, 9, 30),) * 2, seed=0, name="c"
     )
-    run = open_run("decode", subject, backend())
+    run = new_result("decode", subject, backend())
     Runner(backend=backend(), folder=folder).case(case, subject, run)
     return run
 
@@ -300,7 +300,7 @@ def test_nothing_covered_is_nothing_verified() -> None:
 # Calls ----------------------------------------------------------------------------------------------------------------
 
 
-def replay(name: str, preset: str, rounds: int, **settings: Any) -> Run:
+def replay(name: str, preset: str, rounds: int, **settings: Any) -> RunResult:
     """The first `rounds` scripted rounds of one configuration, none of them in the interpreter."""
     from dsa_verify.contract.geometry import Geometry
     from dsa_verify.rounds.matrix import diagnostic_matrix
@@ -316,7 +316,7 @@ def replay(name: str, preset: str, rounds: int, **settings: Any) -> Run:
         drafts=drafts,
         fixed=frozenset(settings) | {"input_view", OF_OTHERS},
     )
-    run = open_run(system.name, f"sglang:{name}", backend())
+    run = new_result(system.name, f"sglang:{name}", backend())
     Runner(backend=backend(), folder=None).matrix(configs, f"sglang:{name}", run)
     return run
 
@@ -373,7 +373,7 @@ def test_ragged_extend_lengths_take_the_ragged_form(lookalike: None) -> None:
         name="c",
         subject=setup.subject,
     )
-    run = open_run("draft_extend", setup.subject, backend())
+    run = new_result("draft_extend", setup.subject, backend())
     Runner(backend=backend(), folder=None).case(case, None, run)
     assert ([finding.sentence for finding in run.findings], run.counts.rounds_checked) == ([], 3)
 

@@ -64,7 +64,7 @@ def test_a_release_without_a_module_or_a_part_of_one_is_told(monkeypatch: pytest
     def missing(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    monkeypatch.setattr(wheel, "_settle", lambda: None)
+    monkeypatch.setattr(wheel, "_install_stand_ins", lambda: None)
     monkeypatch.setattr(wheel, "_folder", lambda: Path("somewhere"))
     monkeypatch.setattr(importlib, "import_module", lambda name: missing("vllm.v1.gone"))
     with pytest.raises(
@@ -83,7 +83,7 @@ def test_an_import_that_fails_otherwise_says_how(monkeypatch: pytest.MonkeyPatch
     def fail(name: str) -> None:
         raise RuntimeError("no driver")
 
-    monkeypatch.setattr(wheel, "_settle", lambda: None)
+    monkeypatch.setattr(wheel, "_install_stand_ins", lambda: None)
     monkeypatch.setattr(importlib, "import_module", fail)
     with pytest.raises(
         UsageError, match=r"importing vllm.v1 raised RuntimeError: no driver; this is vllm .* with torch"

@@ -15,7 +15,7 @@ from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.systems.catalogue import SYSTEMS
 from fuzz.engine.boundaries import Kind, boundaries, has_plan, marks
 from fuzz.engine.coverage import Coverage
-from fuzz.engine.world import World
+from fuzz.engine.simulator import EngineSimulator
 from oracles.ragged_verify import RaggedVerifyOracle
 
 RULES = {"context": 203, "indexer": True, "multiprocessors": 5, "schedule": "tiny", "plan_rules": "tiny"}
@@ -38,7 +38,7 @@ def ragged_rounds(architecture: int) -> Iterator[tuple[Geometry, tuple[int, ...]
     for config in diagnostic_matrix(SYSTEMS["ragged_verify"], geometry, batches=[1, 4], drafts=[2, 6]):
         yield config.geometry, config.buckets, [r for table in config.chunks() for r in table.rounds()]
     few = geometry.replace(draft_tokens=3, graph_tokens=7)
-    yield few, (6, 3), World(SYSTEMS["ragged_verify"], few, (6, 3), 1).rounds(60)
+    yield few, (6, 3), EngineSimulator(SYSTEMS["ragged_verify"], few, (6, 3), 1).rounds(60)
 
 
 @pytest.mark.parametrize("architecture", [90, 100])
@@ -57,8 +57,8 @@ def test_totals_of_ragged_rounds_are_those_of_the_oracle(architecture: int) -> N
 def test_a_ragged_round_made_for_a_total_has_it_and_coverage_counts_it() -> None:
     geometry = Geometry.resolve("tiny", {**RULES, "draft_tokens": 3, "graph_tokens": 8})
     buckets = (6, 3)
-    world, coverage = (
-        World(SYSTEMS["ragged_verify"], geometry, buckets, 3),
+    simulator, coverage = (
+        EngineSimulator(SYSTEMS["ragged_verify"], geometry, buckets, 3),
         Coverage(SYSTEMS["ragged_verify"], geometry, buckets),
     )
     benches = {bucket: Bench(RaggedVerifyOracle(), geometry, bucket) for bucket in buckets}
@@ -68,7 +68,7 @@ def test_a_ragged_round_made_for_a_total_has_it_and_coverage_counts_it() -> None
     assert {boundary.kind for boundary in wanted} == set(TOTALS)
     (tiles,) = (quantity for quantity in coverage.quantities if quantity.name == "tiles")
     for boundary in wanted:
-        round_ = world.at(boundary)
+        round_ = simulator.at(boundary)
         total = oracle_totals(benches[round_.bucket], round_)[boundary.kind, boundary.extra]
         assert total == boundary.value, boundary.name
         coverage.observe(round_)

@@ -12,7 +12,7 @@ import pytest
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import INDEX_DTYPES, INPUT_VIEWS, LOG_BASES, PADDED_MODES, TABLE_VIEWS, parse_settings
 from dsa_verify.rounds.matrix import Config, diagnostic_matrix
-from dsa_verify.systems.catalogue import SYSTEMS, settled_geometry
+from dsa_verify.systems.catalogue import SYSTEMS, resolve_geometry
 from dsa_verify.systems.dcp import SIZES as DCP_SIZES
 from dsa_verify.systems.mtp import STEPS as DRAFT_STEPS
 from fuzz.configurations import (
@@ -29,7 +29,7 @@ from fuzz.configurations import (
 )
 from fuzz.engine.coverage import Coverage
 from fuzz.engine.limits import most_requests
-from fuzz.engine.world import World
+from fuzz.engine.simulator import EngineSimulator
 
 DEVICES = ("cpu", "cuda")
 everywhere = pytest.mark.parametrize("system, device", list(itertools.product(sorted(SYSTEMS), DEVICES)))
@@ -46,13 +46,13 @@ def drawn(
     **rest: Any,
 ) -> list[Config]:
     known = SYSTEMS[system]
-    geometry, fixed = settled_geometry(known, subject, device, preset, parse_settings(settings))
+    geometry, fixed = resolve_geometry(known, subject, device, preset, parse_settings(settings))
     options = {"rounds": 1000, "subject": subject, "fixed": fixed, **rest}
     return configurations(known, geometry, seed=seed, device_type=device, **options)
 
 
 def check_legal(config: Config) -> None:
-    """The layouts of all buckets exist, and a world has room for a request."""
+    """The layouts of all buckets exist, and a simulator has room for a request."""
     geometry, system = config.geometry, config.system
     assert geometry.replace() == geometry, "a case could not say it"
     assert len(set(config.buckets)) == len(config.buckets)
@@ -60,7 +60,7 @@ def check_legal(config: Config) -> None:
     for bucket in config.buckets:
         assert system.layout(geometry, bucket).fields
         assert most_requests(system, geometry, bucket) == bucket or system.name == "ragged_verify"
-    World(system, geometry, config.buckets, config.seed, outside=False).step()
+    EngineSimulator(system, geometry, config.buckets, config.seed, outside=False).step()
 
 
 @everywhere
@@ -291,7 +291,7 @@ def test_a_configuration_is_said_in_words_and_in_json() -> None:
 def test_coverage_can_be_had_of_a_wide_batch() -> None:
     config = drawn("ragged_verify", 0)[0]
     coverage = Coverage(SYSTEMS["ragged_verify"], config.geometry, config.buckets)
-    World(SYSTEMS["ragged_verify"], config.geometry, config.buckets, 0, coverage=coverage).rounds(5)
+    EngineSimulator(SYSTEMS["ragged_verify"], config.geometry, config.buckets, 0, coverage=coverage).rounds(5)
     assert coverage.rounds == 5
 
 
@@ -301,5 +301,5 @@ def test_dcp_of_the_size_of_a_model_has_a_topk_that_fills_no_block() -> None:
     for subject, expected in ((None, {192, 2048}), ("a:B", {2048})):
         configs = [config for seed in range(4) for config in drawn("dcp", seed, "cuda", subject=subject)]
         assert {config.geometry.topk for config in configs} == expected
-        geometry, fixed = settled_geometry(known, subject, "cuda", None, {})
+        geometry, fixed = resolve_geometry(known, subject, "cuda", None, {})
         assert {config.geometry.topk for config in diagnostic_matrix(known, geometry, fixed=fixed)} == expected

@@ -13,7 +13,7 @@ from dsa_verify.contract.layout import Lifetime
 from dsa_verify.contract.round import Round
 from dsa_verify.systems.catalogue import SYSTEMS
 from fuzz.engine.coverage import Coverage, say
-from fuzz.engine.world import World
+from fuzz.engine.simulator import EngineSimulator
 from fuzz.fuzzer import fuzz
 
 PAGE = 4
@@ -122,7 +122,7 @@ def test_every_field_that_replays_write_is_followed_and_nothing_impossible_is_as
     layouts = [SYSTEMS[system].layout(geometry, bucket) for bucket in buckets]
     assert fields == {f.name for layout in layouts for f in layout if f.lifetime is Lifetime.REPLAY and not f.alias}
     assert len({quantity.name for quantity in coverage.quantities}) == len(coverage.quantities)
-    World(SYSTEMS[system], geometry, buckets, 3, coverage=coverage).rounds(400)
+    EngineSimulator(SYSTEMS[system], geometry, buckets, 3, coverage=coverage).rounds(400)
     never = [key for key in coverage.never_visited() if key[0] != "regime"]
     assert len(never) < 0.05 * len(coverage.visits())
     # Two hundred draws of one among some hundreds are expected to miss a few, but never a whole kind.
@@ -134,10 +134,10 @@ def test_steering_visits_more() -> None:
     left = []
     for steered in (True, False):
         coverage = Coverage(SYSTEMS["decode"], geometry, (4, 2))
-        world = World(SYSTEMS["decode"], geometry, (4, 2), 1, coverage=coverage if steered else None)
-        coverage.expect(world.regimes)
+        simulator = EngineSimulator(SYSTEMS["decode"], geometry, (4, 2), 1, coverage=coverage if steered else None)
+        coverage.expect(simulator.steps)
         for _ in range(150):
-            round_ = world.step()
+            round_ = simulator.step()
             if not steered:
                 coverage.observe(round_)
         left.append(len([key for key in coverage.never_visited() if key[0] != "regime"]))

@@ -14,10 +14,10 @@ from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round
 from dsa_verify.contract.round_table import tabulate
 from dsa_verify.rounds.matrix import CHUNK_ROUNDS, REMAPS_PER_ROUND, Config, diagnostic_matrix
-from dsa_verify.systems.catalogue import SYSTEMS, settled_geometry
+from dsa_verify.systems.catalogue import SYSTEMS, resolve_geometry
 from fuzz.engine.coverage import SAME_PAGES, TENANTS, Coverage
+from fuzz.engine.simulator import EngineSimulator
 from fuzz.engine.steps import AIMED, ENGINE
-from fuzz.engine.world import World
 
 # (device, batch): small ones, and as wide as is fuzzed for long on either.
 BATCHES = [("cuda", 4), ("cuda", 16), ("cuda", 48), ("cpu", 6)]
@@ -26,30 +26,30 @@ SLOW_ROUNDS, ROUNDS = 20_000, 300
 
 def configuration(system: str, device: str, batch: int) -> Config:
     known = SYSTEMS[system]
-    geometry, fixed = settled_geometry(known, None, device)
+    geometry, fixed = resolve_geometry(known, None, device)
     return diagnostic_matrix(known, geometry, batches=(batch,), drafts=(3,) if known.drafts else None, fixed=fixed)[0]
 
 
-def worlds(system: str, device: str, batch: int, seed: int) -> tuple[Config, World]:
+def simulators(system: str, device: str, batch: int, seed: int) -> tuple[Config, EngineSimulator]:
     config = configuration(system, device, batch)
     coverage = Coverage(SYSTEMS[system], config.geometry, config.buckets)
-    return config, World(SYSTEMS[system], config.geometry, config.buckets, seed, coverage=coverage)
+    return config, EngineSimulator(SYSTEMS[system], config.geometry, config.buckets, seed, coverage=coverage)
 
 
 def emitted(system: str, device: str, batch: int, seed: int, count: int) -> Iterator[Round]:
     """`count` rounds, each of which went into a table as in a run."""
-    config, world = worlds(system, device, batch, seed)
+    config, simulator = simulators(system, device, batch, seed)
     generations = np.zeros(config.geometry.request_rows, np.int64)
     for start in range(0, count, CHUNK_ROUNDS):
-        rounds = world.rounds(min(CHUNK_ROUNDS, count - start))
+        rounds = simulator.rounds(min(CHUNK_ROUNDS, count - start))
         widest = max(config.buckets)
         tabulate(
             SYSTEMS[system], config.geometry, rounds, generations, widest_bucket=widest, remap_slots=REMAPS_PER_ROUND
         )
         yield from rounds
-        # What the world says of its pages is what the tables hold, but for moves that the next round makes.
-        owed = [row in world._moved for row in range(config.geometry.request_rows)]
-        claimed = [world.generations[row] for row in range(config.geometry.request_rows)]
+        # What the simulator says of its pages is what the tables hold, but for moves that the next round makes.
+        owed = [row in simulator._moved for row in range(config.geometry.request_rows)]
+        claimed = [simulator.generations[row] for row in range(config.geometry.request_rows)]
         assert claimed == (generations + owed).tolist()
 
 
@@ -71,20 +71,20 @@ def test_no_round_of_a_long_run_is_refused(system: str, device: str, batch: int,
 
 def test_rounds_that_are_aimed_move_no_more_requests_than_a_round_can() -> None:
     """And those that an engine's rounds owe are made, however many rounds from outside come before."""
-    _, world = worlds("decode", "cpu", 48, 5)
+    _, simulator = simulators("decode", "cpu", 48, 5)
     for regime in itertools.islice(itertools.cycle(("fill", AIMED, "other pages", AIMED, "shuffle")), 100):
-        round_ = world.play(regime)
-        world.check()
+        round_ = simulator.play(regime)
+        simulator.check()
         assert len(round_.remap) <= REMAPS_PER_ROUND
         if regime in ENGINE:
-            assert not world._moved
+            assert not simulator._moved
 
 
 def test_a_request_that_is_to_be_on_other_pages_is_on_them() -> None:
-    _, world = worlds("decode", "cpu", 48, 0)
+    _, simulator = simulators("decode", "cpu", 48, 0)
     before = np.array([3, 5, -1, 3, 7, 8, 9, 10])
     tenants = np.full(8, TENANTS.index("same request on other pages"))
-    allowed = world._as_many_as_move(tenants, before)
+    allowed = simulator._as_many_as_move(tenants, before)
     assert [before[i] for i, tenant in enumerate(allowed) if tenant != SAME_PAGES] == [3, 5, -1, 3, 7, 8]
 
 

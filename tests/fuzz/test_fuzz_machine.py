@@ -91,7 +91,7 @@ def test_what_one_bucket_does_to_another_is_seen_at_once() -> None:
 def test_every_rule_does_what_it_says() -> None:
     state = machine_of(setup_of(EagerDecode))()
     state.admit(count=3, boundary=5)
-    assert len(state.world.live) == 3
+    assert len(state.simulator.live) == 3
     state.poison_with(name="plausible")
     state.change_the_bucket(bucket=1)
     state.shrink_the_batch(count=1)
@@ -102,7 +102,7 @@ def test_every_rule_does_what_it_says() -> None:
     state.accept()
     state.remap(place=0, pages_only=True)
     state.replay(twice=False)
-    assert state.rounds[-1].remap == (state.world.live[0].row,)
+    assert state.rounds[-1].remap == (state.simulator.live[0].row,)
     state.remap(place=0, pages_only=False)
     state.preempt()
     state.resume()
@@ -114,7 +114,7 @@ def test_every_rule_does_what_it_says() -> None:
     state.replay_outside(spec=RoundSpec(regime="edge", bucket=2, raw=2, hot=0, seed=1))
     assert state.replayer is not before
     assert (state.tally.captures, state.tally.executed) == (2, 4)
-    for check in (state.the_world_is_sound, state.live_values_are_legal, state.schedules_cover_their_tiles):
+    for check in (state.the_simulator_is_sound, state.live_values_are_legal, state.schedules_cover_their_tiles):
         check()
 
 

@@ -13,7 +13,7 @@ from dsa_verify.cli import fuzz as command
 from dsa_verify.graphs import open_backend
 from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import Config
-from dsa_verify.systems.catalogue import SYSTEMS, settled_geometry
+from dsa_verify.systems.catalogue import SYSTEMS, resolve_geometry
 from fuzz.configurations import HUGE, configurations, describe
 from fuzz.fuzzer import fuzz
 
@@ -25,7 +25,7 @@ ROUNDS = 24
 
 
 def drawn(system: str, seed: int) -> list[Config]:
-    geometry, fixed = settled_geometry(SYSTEMS[system], None, "cuda")
+    geometry, fixed = resolve_geometry(SYSTEMS[system], None, "cuda")
     return configurations(SYSTEMS[system], geometry, seed=seed, rounds=1000, device_type="cuda", fixed=fixed)
 
 

@@ -15,7 +15,7 @@ from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.edge_configs import EdgeKind, edges
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.verify import Counts, verify_rounds
-from dsa_verify.systems.catalogue import SYSTEMS, settled_geometry
+from dsa_verify.systems.catalogue import SYSTEMS, resolve_geometry
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,7 +64,7 @@ def test_a_reduced_matrix_at_the_size_of_a_model(system: str, preset: str):
 @pytest.mark.parametrize("system", [name for name, system in SYSTEMS.items() if system.indexer])
 def test_default_configurations_that_have_the_indexer_or_cross_a_block(system: str):
     """Both architectures, pools, schedules over more than 1,024 rows, batches beyond 128 requests."""
-    geometry, fixed = settled_geometry(SYSTEMS[system], None, "cuda")
+    geometry, fixed = resolve_geometry(SYSTEMS[system], None, "cuda")
     for config in diagnostic_matrix(SYSTEMS[system], geometry, fixed=fixed):
         if config.geometry.indexer or max(config.buckets) > 128:
             counts, setup = Counts(), setup_of(system, config.geometry, config.buckets)
@@ -74,7 +74,7 @@ def test_default_configurations_that_have_the_indexer_or_cross_a_block(system: s
 @pytest.mark.parametrize("system, field", [("mtp", "draft_steps"), ("dcp", "dcp_block"), ("padded", "low_ratios")])
 def test_default_configurations_of_what_only_our_own_are_asked_for(system: str, field: str):
     """One for each value."""
-    geometry, fixed = settled_geometry(SYSTEMS[system], None, "cuda")
+    geometry, fixed = resolve_geometry(SYSTEMS[system], None, "cuda")
     configs = diagnostic_matrix(SYSTEMS[system], geometry, fixed=fixed)
     for config in {getattr(config.geometry, field): config for config in configs}.values():
         counts, setup = Counts(), setup_of(system, config.geometry, config.buckets)

@@ -19,9 +19,9 @@ from dsa_verify.graphs import open_backend
 from dsa_verify.rounds.case_file import read_case
 from dsa_verify.rounds.edge_configs import Edge, EdgeKind, edges, why_not_here
 from dsa_verify.rounds.matrix import Config, diagnostic_matrix
-from dsa_verify.run.runner import Run, Runner, open_run
+from dsa_verify.run.runner import Runner, RunResult, new_result
 from dsa_verify.subjects.adapters.sglang import SUBJECTS, basic, indexer, kpool, mtp, wheel
-from dsa_verify.systems.catalogue import SYSTEMS, settled_geometry
+from dsa_verify.systems.catalogue import SYSTEMS, resolve_geometry
 
 BASIC = ("decode", "target_verify", "draft_extend")
 GAP = ("paged_mqa_schedule_metadata", "topk_v2_plan")
@@ -49,21 +49,21 @@ def schedules() -> None:
         pytest.skip(f"needs sgl-deep-gemm: {why}")
 
 
-def run_of(name: str, configs: Sequence[Config]) -> Run:
+def run_of(name: str, configs: Sequence[Config]) -> RunResult:
     backend = open_backend(torch.device("cuda", torch.cuda.current_device()), "cuda")
     subject = SUBJECTS[name]
-    run = open_run(subject.system, subject.name, backend)
+    run = new_result(subject.system, subject.name, backend)
     Runner(backend=backend, folder=None, keep_going=True).matrix(configs, subject.name, run)
     return run
 
 
 def matrix(name: str, preset: str | None = None, **settings: Any) -> list[Config]:
     system = SYSTEMS[SUBJECTS[name].system]
-    geometry, fixed = settled_geometry(system, SUBJECTS[name].name, "cuda", preset, settings)
+    geometry, fixed = resolve_geometry(system, SUBJECTS[name].name, "cuda", preset, settings)
     return diagnostic_matrix(system, geometry, fixed=fixed)
 
 
-def expect_equal(run: Run, rounds: int = 272) -> None:
+def expect_equal(run: RunResult, rounds: int = 272) -> None:
     assert [finding.sentence for finding in run.findings] == []
     assert (run.counts.rounds_checked, run.counts.mismatches, run.counts.guard_hits) == (rounds, 0, 0)
     assert run.provenance["capability"].startswith("sm")
@@ -135,7 +135,7 @@ def test_the_copies_alone_pass_the_matrix(copies: None, steps: int) -> None:
 
 def edges_of(name: str, kind: EdgeKind) -> list[Edge]:
     system = SYSTEMS[SUBJECTS[name].system]
-    geometry, fixed = settled_geometry(system, SUBJECTS[name].name, "cuda")
+    geometry, fixed = resolve_geometry(system, SUBJECTS[name].name, "cuda")
     return [edge for edge in edges(system, geometry, seed=0, fixed=fixed) if edge.kind is kind]
 
 

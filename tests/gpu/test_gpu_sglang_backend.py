@@ -12,11 +12,12 @@ import torch
 from dsa_verify.contract.finding import Finding
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.subject import load_attribute
+from dsa_verify.contract.system import OWN_TABLES
 from dsa_verify.graphs import open_backend
 from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.verify import Counts, verify_rounds
-from dsa_verify.systems.catalogue import OF_OTHERS, OF_THE_SUBJECT, OWN_TABLES, SYSTEMS
+from dsa_verify.systems.catalogue import OF_OTHERS, OF_THE_SUBJECT, SYSTEMS
 
 PACKAGE = "dsa_verify.subjects.adapters.sglang"
 SUBJECTS = {

@@ -15,7 +15,7 @@ from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.adapters import sglang
-from dsa_verify.systems.catalogue import OF_OTHERS, SYSTEMS, settled_geometry
+from dsa_verify.systems.catalogue import OF_OTHERS, SYSTEMS, resolve_geometry
 
 needed = ("sglang", "msgspec", "tvm_ffi")
 missing = [name for name in needed if importlib.util.find_spec(name) is None]
@@ -31,7 +31,7 @@ def found_by(name: str, batches: list[int], drafts: list[int] | None = None, **s
     """The findings of each configuration that a run of the subject has, all of its rounds checked if there are none."""
     subject = sglang.SUBJECTS[name]
     system = SYSTEMS[subject.system]
-    geometry, fixed = settled_geometry(system, subject.name, "cuda", settings=settings)
+    geometry, fixed = resolve_geometry(system, subject.name, "cuda", settings=settings)
     device = open_backend(torch.device("cuda", torch.cuda.current_device()), "cuda")
     found = []
     for config in diagnostic_matrix(
@@ -80,7 +80,7 @@ def test_every_raw_batch_of_dsv4() -> None:
     system = SYSTEMS["padded"]
     device = open_backend(torch.device("cuda", torch.cuda.current_device()), "cuda")
     for mode in ("decode", "verify", "draft_block"):
-        geometry, _ = settled_geometry(system, "sglang:padded", "cuda", settings={"padded_mode": mode})
+        geometry, _ = resolve_geometry(system, "sglang:padded", "cuda", settings={"padded_mode": mode})
         for config in diagnostic_matrix(system, geometry, drafts=[6], fixed=frozenset({"padded_mode", OF_OTHERS})):
             setup, counts = (
                 ReplaySetup.make(system, config.geometry, config.buckets, 0, "sglang:padded", None, device),
@@ -121,7 +121,7 @@ def test_published_defects(name: str, fields: set[str], says: str, much_memory: 
 def test_the_torch_write_stores_slot_0() -> None:
     """Of a request without a token, whose slot is 0."""
     system = SYSTEMS["dcp"]
-    geometry, _ = settled_geometry(system, "sglang:dcp_nope_torch", "cuda", settings={"context": 4096})
+    geometry, _ = resolve_geometry(system, "sglang:dcp_nope_torch", "cuda", settings={"context": 4096})
     device = open_backend(torch.device("cuda", torch.cuda.current_device()), "cuda")
     setup = ReplaySetup.make(system, geometry, (4,), 0, "sglang:dcp_nope_torch", None, device)
     rounds = [Round(bucket=4, seq_lens=(9, 0, 17, 4), requests=(3, 4, 5, 6), seed=8)]

@@ -16,6 +16,7 @@ from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.finding import Diagnosis
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.schedule_variants import ScheduleVariant
+from dsa_verify.contract.system import OWN_TABLES
 from dsa_verify.graphs import open_backend
 from dsa_verify.judge.schedule_laws import ScheduleLaw
 from dsa_verify.replay.setup import ReplaySetup
@@ -25,7 +26,7 @@ from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.adapters import deep_gemm
 from dsa_verify.subjects.adapters.vllm import SUBJECTS
 from dsa_verify.subjects.adapters.vllm.runner import Request, Runner
-from dsa_verify.systems.catalogue import OF_OTHERS, OF_THE_SUBJECT, OWN_TABLES, SYSTEMS, settled_geometry
+from dsa_verify.systems.catalogue import OF_OTHERS, OF_THE_SUBJECT, SYSTEMS, resolve_geometry
 from oracles.schedule import schedule
 
 pytestmark = [
@@ -83,7 +84,7 @@ def test_vllm_agrees_at_the_largest_batch_and_the_longest_requests(
     if kind is EdgeKind.BATCH:
         request.getfixturevalue("much_memory")
     system = SYSTEMS[SUBJECTS[name].system]
-    geometry, fixed = settled_geometry(system, f"vllm:{name}", "cuda")
+    geometry, fixed = resolve_geometry(system, f"vllm:{name}", "cuda")
     (config,) = [edge.config for edge in edges(system, geometry, seed=0, fixed=fixed) if edge.kind is kind]
     setup = ReplaySetup.make(
         system, config.geometry, config.buckets, 0, f"vllm:{name}", None, open_backend(device(), "cuda")

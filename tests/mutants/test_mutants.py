@@ -20,7 +20,7 @@ import torch
 from click.testing import CliRunner
 
 from dsa_verify.rounds.matrix import diagnostic_matrix
-from dsa_verify.systems.catalogue import SYSTEMS, get_system, settled_geometry
+from dsa_verify.systems.catalogue import SYSTEMS, get_system, resolve_geometry
 from tests.mutants import pool, survivors, trial
 from tests.mutants.__main__ import main
 from tests.mutants.catalogue import PARTS, Mutant, catalogue, mutants_of, sample
@@ -191,7 +191,7 @@ def test_no_door_is_refused(device: str):
     assert {door.system for door in every} == set(SYSTEMS)
     for door in every:
         system = get_system(door.system)
-        geometry, fixed = settled_geometry(system, door.subject, device, door.preset or None)
+        geometry, fixed = resolve_geometry(system, door.subject, device, door.preset or None)
         matrix = diagnostic_matrix(system, geometry, fixed=fixed)
         for config in matrix:
             assert system.layout(config.geometry, config.buckets[0]), door

@@ -24,7 +24,7 @@ from types import CodeType, ModuleType
 from typing import Any, Final
 
 from dsa_verify.base import errors
-from dsa_verify.base.device import settle_device
+from dsa_verify.base.device import choose_device
 from dsa_verify.cli import main as cli
 from dsa_verify.rounds.matrix import Config, diagnostic_matrix
 from tests.mutants.catalogue import Mutant
@@ -130,9 +130,9 @@ class _Instead(importlib.abc.MetaPathFinder):
 
 def _through(doors: Sequence[Door], device: str, quick: int | None, folder: Path, beat: Callable[[], None]) -> Verdict:
     """`replay` of all doors, a configuration of each in turn, then `fuzz` of each."""
-    settled = settle_device(device)
-    steps = _replays(doors, settled, quick, beat)
-    for by, step in steps if quick else itertools.chain(steps, _fuzzes(doors, settled, folder, beat)):
+    chosen = choose_device(device)
+    steps = _replays(doors, chosen, quick, beat)
+    for by, step in steps if quick else itertools.chain(steps, _fuzzes(doors, chosen, folder, beat)):
         try:
             status, how = step()
         except errors.OutOfMemory as lack:
@@ -158,22 +158,22 @@ def _replays(
     """What `dsa-verify replay --system S --subject X` runs, in another order."""
     # Here, as these bring Triton, which must know by then whether to compile or to interpret.
     from dsa_verify.graphs import open_backend
-    from dsa_verify.run.runner import Runner, open_run, status_of
-    from dsa_verify.systems.catalogue import get_system, settled_geometry
+    from dsa_verify.run.runner import Runner, new_result, status_of
+    from dsa_verify.systems.catalogue import get_system, resolve_geometry
     from dsa_verify.waivers.waivers import choose_ledger
 
     backend, ledger = open_backend(device), choose_ledger(None, False)
     runner = Runner(backend=backend, folder=None, ledger=ledger, on_rounds=lambda count: beat())
 
     def step(door: Door, config: Config) -> tuple[int, str]:
-        result = open_run(door.system, door.subject, backend, ledger)
+        result = new_result(door.system, door.subject, backend, ledger)
         runner.matrix([config], door.subject, result)
         return status_of([result]), f"{config.name}: {' '.join(found.sentence for found in result.findings[:1])}"
 
     matrices: dict[Door, list[Config]] = {}
     for door in doors:
         system = get_system(door.system)
-        geometry, fixed = settled_geometry(system, door.subject, device.type, door.preset or None)
+        geometry, fixed = resolve_geometry(system, door.subject, device.type, door.preset or None)
         matrices[door] = _shuffled(diagnostic_matrix(system, geometry, fixed=fixed))[:configs]
     for row in itertools.zip_longest(*matrices.values()):
         for door, config in zip(matrices, row, strict=True):

@@ -21,13 +21,14 @@ from support import DEVICE, EagerDecode, backend, small
 
 from dsa_verify.base.errors import STATUS_MISMATCH, STATUS_NOTHING_VERIFIED, NothingVerified, UsageError
 from dsa_verify.buffers.arena import Arena
-from dsa_verify.buffers.tail_reset import BufferRegistry
+from dsa_verify.buffers.tail_reset import PaddedInputFiller
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.owners import Owner
 from dsa_verify.contract.subject import Inputs
 from dsa_verify.overlay import Overlay
 from dsa_verify.overlay import summary as overlay_summary
-from dsa_verify.overlay.copies import GroupedCopy, Piece, copy_plainly
+from dsa_verify.overlay.copies import GroupedCopy, copy_plainly
+from dsa_verify.overlay.piece import Piece
 from dsa_verify.overlay.report import _owners
 from dsa_verify.overlay.summary import Summary
 from dsa_verify.subjects import faults
@@ -192,7 +193,7 @@ def test_a_pad_tail_that_is_not_reset_is_seen(serving: ModuleType, tmp_path: Pat
     """Both sides are made from the same tail, so that no comparison of outputs can see it (contract 0.2)."""
     hooked = Hooked(serving, tmp_path)
     specs = SYSTEMS["padded"].inputs(hooked.geometry)
-    hooked.loop.registry = BufferRegistry(specs, hooked.loop.inputs.tensors(), forget=(name,))
+    hooked.loop.filler = PaddedInputFiller(specs, hooked.loop.inputs.tensors(), skip_tail_reset=(name,))
     summary = hooked.run(6, 2).overlay.close()
     (line,) = hooked.lines("input")
     assert (line["field"], line["replay"], line["diagnosis"]) == (name, 1, "pad tail not reset")
@@ -201,8 +202,8 @@ def test_a_pad_tail_that_is_not_reset_is_seen(serving: ModuleType, tmp_path: Pat
     assert line["elements"][0][3] == pad
     assert "with raw batch 2, batch rows 2 to 5 are pad rows" in line["sentence"]
     assert (summary.mismatches, set(summary.differing_words)) == (1, {name})
-    lenient = Hooked(serving, tmp_path / "lenient", tails=False)
-    lenient.loop.registry = BufferRegistry(specs, lenient.loop.inputs.tensors(), forget=(name,))
+    lenient = Hooked(serving, tmp_path / "lenient", check_pad_rows=False)
+    lenient.loop.filler = PaddedInputFiller(specs, lenient.loop.inputs.tensors(), skip_tail_reset=(name,))
     assert lenient.run(6, 2).overlay.close().clean
 
 

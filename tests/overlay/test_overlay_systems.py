@@ -15,7 +15,7 @@ from support import DEVICE, backend, setup_of
 from dsa_verify.buffers.arena import TORCH_DTYPES, Arena
 from dsa_verify.buffers.input_buffers import InputBuffers
 from dsa_verify.buffers.region import LOUD_WORD, Control, field_regions
-from dsa_verify.buffers.region_kernels import TileTable
+from dsa_verify.buffers.region_kernels import RegionTable
 from dsa_verify.contract.geometry import PADDED_MODES, Geometry
 from dsa_verify.contract.layout import Layout
 from dsa_verify.contract.round_table import RoundTable
@@ -154,7 +154,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def judging(self: Judge, *args: Any) -> None:
         made(self, *args)
-        self.table = TileTable(self.regions, DEVICE)
+        self.table = RegionTable(self.regions, DEVICE)
 
     def capturing(self: OwnStream, body: Any) -> Any:
         self._kept.append(body)
@@ -266,7 +266,7 @@ def legal_inputs(layout: Layout, raw: torch.Tensor) -> tuple[LegalInputs, Taken]
         rows=torch.zeros((layout.bucket, token_columns(layout.geometry)), dtype=torch.int32, device=DEVICE),
         full_to_swa=torch.zeros(50, dtype=torch.int32, device=DEVICE) if layout.system == "padded" else None,
     )
-    return LegalInputs(layout, taken, request_rows=12, raw=raw, tails=True), taken
+    return LegalInputs(layout, taken, request_rows=12, raw=raw, check_pad_rows=True), taken
 
 
 @every_system

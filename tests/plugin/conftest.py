@@ -33,19 +33,19 @@ def without_hypothesis(pytester: pytest.Pytester) -> None:
 def imported() -> None:
     """pytester forgets what a session within this process imported, but torch cannot be imported twice. So whatever
     a verification imports, some of it late, is imported before the first session."""
-    from dsa_verify.base.device import settle_device
+    from dsa_verify.base.device import choose_device
 
-    device = settle_device("auto")
+    device = choose_device("auto")
     import dsa_verify.pytest_plugin.fixture  # noqa: F401
     from dsa_verify.contract.geometry import Geometry
     from dsa_verify.graphs import open_backend
     from dsa_verify.rounds.matrix import diagnostic_matrix
-    from dsa_verify.run.runner import Runner, open_run
+    from dsa_verify.run.runner import Runner, new_result
     from dsa_verify.systems.catalogue import get_system
 
     backend = open_backend(device)
     configs = diagnostic_matrix(get_system("decode"), Geometry.resolve("tiny"), rounds=1, batches=(1,))
-    run = open_run("decode", None, backend)
+    run = new_result("decode", None, backend)
     Runner(backend=backend, folder=None).matrix(configs, None, run, fault="skip_refresh")
     assert run.findings
 

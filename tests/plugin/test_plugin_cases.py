@@ -19,7 +19,7 @@ class StandIn:
     def __init__(self, session): self.seen = session.config.stash[pytest_plugin.SEEN]
     def case(self, path): self.seen.rounds += 1
 
-pytest_plugin.verification = StandIn
+pytest_plugin.dsa_fixture = StandIn
 """
 SKIPPED = """
 def pytest_collection_modifyitems(items):
@@ -38,7 +38,7 @@ ROUND = {"bucket": 1, "seq_lens": [5], "requests": [3], "poison": "loud"}
 def stand_in(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     from dsa_verify.pytest_plugin import plugin as pytest_plugin
 
-    monkeypatch.setattr(pytest_plugin, "verification", pytest_plugin.verification)  # put back what the session changes
+    monkeypatch.setattr(pytest_plugin, "dsa_fixture", pytest_plugin.dsa_fixture)  # put back what the session changes
     pytester.makeconftest(STAND_IN)
 
 

@@ -195,7 +195,7 @@ def test_misuse_points_at_the_line(session, call: str, message: str) -> None:
     result.assert_outcomes(failed=1)
     pattern = re.sub(r"\[", "[[]", message)
     result.stdout.fnmatch_lines([f">*dsa.{call}", f"E *UsageError: {pattern}", "test_mine.py:*: UsageError"])
-    assert "verification.py" not in result.stdout.str()
+    assert "fixture.py" not in result.stdout.str()
 
 
 def test_a_subject_of_no_name_does_not_replay_a_case(session, pytester: pytest.Pytester) -> None:

@@ -27,8 +27,8 @@ from dsa_verify.subjects.pipelines.padded import Padded
 from dsa_verify.systems.catalogue import SYSTEMS
 from dsa_verify.systems.padded import padded
 from fuzz.engine.expansion import expand
+from fuzz.engine.simulator import EngineSimulator
 from fuzz.engine.strategies import spec_at
-from fuzz.engine.world import World
 from oracles.padded import PaddedOracle
 
 MODES = [(mode, n) for mode in PADDED_MODES for n in ((1,) if mode == "decode" else (2, 4, 6))]
@@ -50,7 +50,7 @@ class Batch:
 
 
 class Bench:
-    """One subject over one bucket, with inputs and outputs at addresses that stay, filled as a registry fills them."""
+    """One subject over one bucket, with inputs and outputs at addresses that stay, filled as an engine fills them."""
 
     def __init__(self, subject: Subject, geometry: Geometry, bucket: int):
         self.subject, self.geometry, self.bucket = subject, geometry, bucket
@@ -362,14 +362,14 @@ def test_the_matrix_turns_floors_over_request_by_request(subject: type[Padded], 
 
 
 def test_rounds_of_a_run_that_settles_the_floor_say_none() -> None:
-    settled = diagnostic_matrix(
+    loaded = diagnostic_matrix(
         SYSTEMS["padded"], tiny("decode", 1, replay_floor=3), batches=[4], fixed=frozenset({"replay_floor"})
     )
-    assert not any(config.geometry.request_floors for config in settled)
-    assert all(round_.replay_floors is None for table in settled[0].chunks() for round_ in table.rounds())
+    assert not any(config.geometry.request_floors for config in loaded)
+    assert all(round_.replay_floors is None for table in loaded[0].chunks() for round_ in table.rounds())
 
 
-@pytest.mark.parametrize("source", ["matrix", "random", "world", "columns"])
+@pytest.mark.parametrize("source", ["matrix", "random", "simulator", "columns"])
 def test_floors_lie_below_in_and_above_the_window(source: str) -> None:
     """In each source of rounds, and one a request row."""
     geometry = tiny("verify", 2, request_floors=True, request_rows=20)
@@ -377,8 +377,8 @@ def test_floors_lie_below_in_and_above_the_window(source: str) -> None:
         first = diagnostic_matrix(SYSTEMS["padded"], geometry, batches=[6], drafts=[2], rounds=200)[0]
         rounds = [round_ for table in first.chunks() for round_ in table.rounds()]
         rounds = rounds[:30] if source == "matrix" else rounds[40:]
-    elif source == "world":
-        rounds = World(SYSTEMS["padded"], geometry, (6, 2), 1).rounds(150)
+    elif source == "simulator":
+        rounds = EngineSimulator(SYSTEMS["padded"], geometry, (6, 2), 1).rounds(150)
     else:
         rounds = [
             expand(spec_at(2, i, SYSTEMS["padded"], geometry, (6, 2)), SYSTEMS["padded"], geometry) for i in range(150)

@@ -118,12 +118,12 @@ def test_shared_buffers_are_prefixes_and_private_ones_are_apart(system: str, buc
 def test_beyond_is_what_a_bucket_does_not_own(system: str, buckets: list[int]):
     arena = make_arena(system, small(), buckets)
     widest = arena.at(max(buckets))
-    assert arena.beyond(max(buckets)) == {}
+    assert arena.wider_bucket_rows(max(buckets)) == {}
     for bucket in buckets:
-        layout, mine, beyond = arena.layouts[bucket], arena.at(bucket), arena.beyond(bucket)
+        layout, mine, wider = arena.layouts[bucket], arena.at(bucket), arena.wider_bucket_rows(bucket)
         shared = {field.name for field in layout if field.shared}
-        assert set(beyond) == (shared if bucket < max(buckets) else set())
-        for name, rows in beyond.items():
+        assert set(wider) == (shared if bucket < max(buckets) else set())
+        for name, rows in wider.items():
             mine[name].fill_(1)
             rows.fill_(2)
             assert (mine[name] == 1).all()

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from dsa_verify.base.device import settle_device
+from dsa_verify.base.device import choose_device
 from dsa_verify.cli import main as cli
 from dsa_verify.rounds.case_file import read_case
 from dsa_verify.run.verify import JOURNAL_ROUNDS
@@ -139,12 +139,12 @@ def imported() -> None:
     from dsa_verify.contract.geometry import Geometry
     from dsa_verify.graphs import open_backend
     from dsa_verify.rounds.matrix import diagnostic_matrix
-    from dsa_verify.run.runner import Runner, open_run
+    from dsa_verify.run.runner import Runner, new_result
     from dsa_verify.systems.catalogue import get_system
 
-    backend = open_backend(settle_device("cpu"))
+    backend = open_backend(choose_device("cpu"))
     configs = diagnostic_matrix(get_system("decode"), Geometry.resolve("tiny"), rounds=1, batches=(1,))
-    run = open_run("decode", None, backend)
+    run = new_result("decode", None, backend)
     Runner(backend=backend, folder=None).matrix(configs, None, run, fault="skip_refresh")
     assert run.findings
 

@@ -27,7 +27,7 @@ from dsa_verify.rounds import edge_configs as edges_module
 from dsa_verify.rounds.case_file import read_case
 from dsa_verify.rounds.edge_configs import Edge, EdgeKind, edges, why_not_here
 from dsa_verify.rounds.matrix import Config, undefined_when_empty
-from dsa_verify.run.runner import Run, Runner, open_run
+from dsa_verify.run.runner import Runner, RunResult, new_result
 from dsa_verify.subjects.pipelines.dcp import Dcp, Place
 from dsa_verify.systems.catalogue import SYSTEMS, get_system
 
@@ -47,8 +47,8 @@ NOT_ON_A_CPU = [
 ]
 
 
-def run_of(config: Config, subject: Any = None) -> Run:
-    run = open_run(config.system.name, subject, backend())
+def run_of(config: Config, subject: Any = None) -> RunResult:
+    run = new_result(config.system.name, subject, backend())
     Runner(backend=backend(), folder=None).matrix([config], subject, run)
     return run
 
@@ -317,7 +317,7 @@ def test_a_batch_that_is_empty_throughout_is_said_of_a_lost_device(tmp_path: Pat
                 raise DeviceLost("cuda:0 reports a sticky error")
 
     config = empty_edge("decode").config
-    run = open_run("decode", Lost, backend())
+    run = new_result("decode", Lost, backend())
     says = "sticky error; round 0 is 32 requests of length 0: .* is undefined, .*contract 3.6.*; the rounds up to then"
     with pytest.raises(DeviceLost, match=says):
         Runner(backend=backend(), folder=tmp_path).matrix([config], Lost, run)

@@ -15,7 +15,7 @@ from dsa_verify.contract.round import Round
 from dsa_verify.contract.subject import Buffers, Inputs
 from dsa_verify.rounds.case_file import parse_case, read_case
 from dsa_verify.rounds.matrix import diagnostic_matrix
-from dsa_verify.run.runner import Runner, open_run
+from dsa_verify.run.runner import Runner, new_result
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.systems.catalogue import SYSTEMS
 from fuzz.fuzzer import fuzz
@@ -154,7 +154,7 @@ def test_it_is_drawn_only_where_a_subject_or_a_fault_declares_it() -> None:
 
 def test_the_matrix_finds_what_foreign_work_does() -> None:
     configs = diagnostic_matrix(SYSTEMS["decode"], small(), batches=[4])
-    run = open_run("decode", "support:EagerDecode", backend())
+    run = new_result("decode", "support:EagerDecode", backend())
     Runner(backend=backend(), folder=None).matrix(configs, EagerDecode, run, fault="foreign_clobbers")
     assert [finding.field for finding in run.findings] == ["cache_seqlens_int32"]
 

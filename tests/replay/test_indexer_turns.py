@@ -16,7 +16,7 @@ from dsa_verify.rounds.matrix import Config, diagnostic_matrix, undefined_when_e
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.pipelines import topk_plan
 from dsa_verify.subjects.pipelines.basic import Decode, TargetVerify
-from dsa_verify.systems.catalogue import SYSTEMS, settled_geometry
+from dsa_verify.systems.catalogue import SYSTEMS, resolve_geometry
 from fuzz.engine.boundaries import Kind, boundaries
 
 SYSTEMS_WITH_INDEXER = [name for name, system in SYSTEMS.items() if system.indexer]
@@ -25,7 +25,7 @@ indexed_systems = pytest.mark.parametrize("name", SYSTEMS_WITH_INDEXER)
 
 
 def default_matrix(name: str, subject: object = None, device: str = "cpu", **rest: object) -> list[Config]:
-    geometry, fixed = settled_geometry(SYSTEMS[name], subject, device, **rest)  # type: ignore[arg-type]
+    geometry, fixed = resolve_geometry(SYSTEMS[name], subject, device, **rest)  # type: ignore[arg-type]
     return diagnostic_matrix(SYSTEMS[name], geometry, fixed=fixed)
 
 

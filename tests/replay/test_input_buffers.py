@@ -14,12 +14,8 @@ from dsa_verify.buffers.region import Kind, guard_regions, input_regions
 from dsa_verify.contract.finding import Diagnosis
 from dsa_verify.contract.geometry import INDEX_DTYPES, INPUT_VIEWS, PADDED_MODES, Geometry
 from dsa_verify.contract.round import POISONS, Round
-from dsa_verify.contract.round_table import (
-    PAD_REQUEST,
-    RoundTable,
-    tabulate,
-    token_slots,
-)
+from dsa_verify.contract.round_table import RoundTable, tabulate, token_slots
+from dsa_verify.contract.static_inputs import PAD_REQUEST
 from dsa_verify.contract.subject import Inputs
 from dsa_verify.diagnosis.other_memory import explain_guard
 from dsa_verify.diagnosis.sentences import reason

@@ -13,7 +13,7 @@ from support import DEVICE
 
 from dsa_verify.buffers.arena import GUARD_WORD
 from dsa_verify.buffers.region import Kind, Region
-from dsa_verify.buffers.region_kernels import TileTable
+from dsa_verify.buffers.region_kernels import RegionTable
 from dsa_verify.contract.layout import Dead
 from dsa_verify.judge import judge as judge_module
 from dsa_verify.judge.judge import RING_ENTRIES, Judge, Phase, Tally
@@ -136,7 +136,7 @@ def counter(value: int) -> torch.Tensor:
 def make_judge(regions: list[Region], side: str, round_index: torch.Tensor | None = None) -> Judge:
     """A judge that goes by torch or by Triton, whatever the device prefers."""
     judge = Judge(regions, DEVICE, counter(ROUND) if round_index is None else round_index)
-    judge.table = TileTable(regions, DEVICE) if side == "triton" else None
+    judge.table = RegionTable(regions, DEVICE) if side == "triton" else None
     return judge
 
 

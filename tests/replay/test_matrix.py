@@ -33,7 +33,7 @@ from dsa_verify.rounds.matrix import (
 )
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.pipelines.basic import Decode, DraftExtend
-from dsa_verify.systems.catalogue import OF_OTHERS, SYSTEMS, settled_geometry
+from dsa_verify.systems.catalogue import OF_OTHERS, SYSTEMS, resolve_geometry
 from dsa_verify.systems.engines import EngineSubject, engine_subjects
 from dsa_verify.systems.shapes import companion
 
@@ -80,7 +80,7 @@ def test_every_fourth_configuration_has_tables_narrower_than_requests(name: str)
 def test_tables_of_an_engine_are_as_wide_as_it_makes_them(subject: EngineSubject):
     """And its edges, which say widths themselves, are those of any subject."""
     system = SYSTEMS[subject.system]
-    geometry, fixed = settled_geometry(system, subject.name, "cpu")
+    geometry, fixed = resolve_geometry(system, subject.name, "cpu")
     assert not any(config.geometry.table_width for config in diagnostic_matrix(system, geometry, fixed=fixed))
     kinds = [edge.kind for edge in edges(system, geometry, seed=0, fixed=fixed)]
     assert kinds == [edge.kind for edge in edges(system, geometry, seed=0, fixed=frozenset(subject.settings))]
@@ -153,7 +153,7 @@ def test_what_only_our_own_pipelines_are_asked_for(name: str, field: str, values
     system = SYSTEMS[name]
 
     def drawn(subject: object, **settings: object) -> set[object]:
-        geometry, fixed = settled_geometry(system, subject, "cpu", None, settings)
+        geometry, fixed = resolve_geometry(system, subject, "cpu", None, settings)
         return {getattr(config.geometry, field) for config in diagnostic_matrix(system, geometry, fixed=fixed)}
 
     assert drawn(None) == values

@@ -12,7 +12,7 @@ from dsa_verify.base.errors import UsageError
 from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.verify import Counts, verify_rounds
-from dsa_verify.systems.catalogue import SYSTEMS, settled_geometry
+from dsa_verify.systems.catalogue import SYSTEMS, resolve_geometry
 
 ROUNDS = 4
 VALUES: dict[str, list[Any]] = {
@@ -68,7 +68,7 @@ def test_odd_geometries(name: str, pooled: bool, changes: dict[str, Any], batch:
     changes = {field: value for field, value in changes.items() if field not in of_others}
     preset = "tiny_v4" if name == "padded" else "tiny_pool" if pooled else "tiny"
     try:
-        geometry, fixed = settled_geometry(system, None, device.device.type, preset, changes)
+        geometry, fixed = resolve_geometry(system, None, device.device.type, preset, changes)
         config, *_ = diagnostic_matrix(
             system, geometry, rounds=ROUNDS, batches=[batch], drafts=[draft] if system.drafts else None, fixed=fixed
         )

@@ -12,7 +12,7 @@ from dsa_verify.buffers import poison as poison_module
 from dsa_verify.buffers.arena import GUARD_WORD
 from dsa_verify.buffers.poison import LOUD, PLAUSIBLE, STALE, Poison, plausible_words
 from dsa_verify.buffers.region import LOUD_WORD, Kind, Region
-from dsa_verify.buffers.region_kernels import TileTable
+from dsa_verify.buffers.region_kernels import RegionTable
 
 BEFORE = 123_456
 
@@ -28,7 +28,7 @@ def make_regions(rows: int, columns: int, slack: int, low: int, high: int) -> di
         "wide": Region(name="wide", got=words(rows, columns * 2, slack), words_per_element=2, **field),
         "guard": Region(kind=Kind.GUARD, name="guard", got=words(1, 300), constant=GUARD_WORD, poisonable=True),
         "beyond": Region(
-            kind=Kind.BEYOND, name="beyond", got=words(rows, columns), constant=LOUD_WORD, poisonable=True
+            kind=Kind.WIDER_BUCKET, name="beyond", got=words(rows, columns), constant=LOUD_WORD, poisonable=True
         ),
         "constant": Region(kind=Kind.FIELD, name="constant", got=words(rows, columns), low=low, high=high),
         "input": Region(kind=Kind.INPUT, name="input", got=words(rows, columns)),
@@ -40,7 +40,7 @@ def spread(regions: dict[str, Region], side: str, kind: int, round_: int) -> dic
         return torch.full((1,), value, dtype=torch.int64, device=DEVICE)
 
     poison = Poison(list(regions.values()), DEVICE, number(round_), number(kind))
-    poison._table = TileTable(poison._regions, DEVICE) if side == "triton" else None
+    poison._table = RegionTable(poison._regions, DEVICE) if side == "triton" else None
     poison.launch()
     return {name: region.got.clone() for name, region in regions.items()}
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import DEVICE, EagerDecode, backend, decode_round, setup_of, small
 
-from dsa_verify.base import atomic_write as whole_files
+from dsa_verify.base import atomic_write
 from dsa_verify.base.errors import DeviceLost, HarnessError
 from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.round import Round
@@ -22,7 +22,7 @@ from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.case_file import read_case
 from dsa_verify.rounds.matrix import Config, diagnostic_matrix
 from dsa_verify.run import verify as verify_module
-from dsa_verify.run.runner import Run, Runner, open_run
+from dsa_verify.run.runner import Runner, RunResult, new_result
 from dsa_verify.run.verify import JOURNAL_ROUNDS, Counts, verify_rounds
 from dsa_verify.subjects.faults.conduct import WrongOnce
 from dsa_verify.systems.catalogue import SYSTEMS
@@ -52,9 +52,9 @@ def verify(
     return findings, counts
 
 
-def replay_case(path: str) -> Run:
+def replay_case(path: str) -> RunResult:
     scenario = read_case(Path(path))
-    run = open_run(scenario.system, scenario.subject, backend())
+    run = new_result(scenario.system, scenario.subject, backend())
     Runner(backend=backend(), folder=None).case(scenario, None, run)
     return run
 
@@ -109,7 +109,7 @@ def test_the_case_of_a_subject_that_fails_shows_it_again(folder: Path):
 def test_a_case_can_be_run_with_another_subject_or_without_its_fault(folder: Path):
     (finding,), _ = verify(folder, fault="off_by_one_page")
     scenario = read_case(Path(finding.case or ""))
-    run = open_run("decode", EAGER, backend())
+    run = new_result("decode", EAGER, backend())
     Runner(backend=backend(), folder=None).case(scenario, EAGER, run, fault="second_replay")
     assert run.findings == []
     assert run.counts.rounds_checked == 1
@@ -169,7 +169,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, text: str, durable: bool) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(whole_files, "_replace", full)
+    monkeypatch.setattr(atomic_write, "_replace", full)
 
 
 @pytest.mark.parametrize("fault", ["off_by_one_page", "allocates_in_replay", "flaky"])
@@ -285,7 +285,7 @@ def test_an_interrupt_keeps_the_counts_and_clears_the_journal(folder: Path):
         raise KeyboardInterrupt
 
     runner = Runner(backend=backend(), folder=folder, on_rounds=interrupt)
-    run = open_run("decode", EAGER, backend())
+    run = new_result("decode", EAGER, backend())
     configs = diagnostic_matrix(SYSTEMS["decode"], small(), batches=[3])
     with pytest.raises(KeyboardInterrupt):
         runner.matrix(configs, EAGER, run)
@@ -345,10 +345,10 @@ def test_a_runner_goes_over_all_configurations_and_tells_at_once(folder: Path):
     told: list[Finding] = []
     runner = Runner(backend=backend(), folder=folder, keep_going=True, on_finding=told.append)
     configs: list[Config] = diagnostic_matrix(SYSTEMS["decode"], small(), batches=[2, 3])
-    clean = open_run("decode", EAGER, backend())
+    clean = new_result("decode", EAGER, backend())
     runner.matrix(configs, EAGER, clean)
     assert (clean.counts.configs, clean.counts.rounds_checked, clean.findings) == (2, 34, [])
-    wrong = open_run("decode", EAGER, backend())
+    wrong = new_result("decode", EAGER, backend())
     runner.matrix(configs, EAGER, wrong, fault="off_by_one_page")
     assert wrong.counts.configs == 2
     assert told == wrong.findings
@@ -360,7 +360,7 @@ def test_a_runner_goes_over_all_configurations_and_tells_at_once(folder: Path):
 
 def test_a_runner_stops_at_the_first_finding_unless_told_otherwise(folder: Path):
     configs = diagnostic_matrix(SYSTEMS["decode"], small(), batches=[2, 3])
-    run = open_run("decode", EAGER, backend())
+    run = new_result("decode", EAGER, backend())
     Runner(backend=backend(), folder=folder).matrix(configs, EAGER, run, fault="off_by_one_page")
     assert run.counts.configs == 1
     assert run.stopped_early

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from dsa_verify.base.atomic_write import write_whole
+from dsa_verify.base.atomic_write import write_atomically
 from fuzz.campaign.campaign import Limits, run_campaign
 from fuzz.campaign.display import Display
 from fuzz.campaign.executors import Pool, open_pool
@@ -68,7 +68,7 @@ def shown(facts: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 def hold(root: Path) -> None:
     """Let the shards of the campaign in `root` wait at round HELD_AT."""
-    write_whole(root / "hold", "")
+    write_atomically(root / "hold", "")
 
 
 def let_go(root: Path) -> None:

@@ -1,6 +1,6 @@
-"""Machine: a Hypothesis state machine over the world, whose every step is a rule with scalar arguments.
+"""Machine: a Hypothesis state machine over the simulator, whose every step is a rule with scalar arguments.
 
-Where the world draws a history from a seed, here Hypothesis chooses and, when something is wrong, shortens it to the
+Where the simulator draws from a seed, here Hypothesis chooses and, when something is wrong, shortens the history to the
 few steps that matter. One machine run captures once (and again where the history says so) and replays into the same
 graphs. What it prints for a failing history can be pasted and run: the error ends with the line to put above it.
 """
@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from dsa_verify.base.device import settle_device
+from dsa_verify.base.device import choose_device
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.layout import Compare
 from dsa_verify.contract.round import POISONS, Round
@@ -36,11 +36,11 @@ from dsa_verify.systems.indexer import scheduled_lengths
 from fuzz.engine.boundaries import boundaries
 from fuzz.engine.coverage import Coverage
 from fuzz.engine.expansion import RoundSpec
+from fuzz.engine.simulator import EngineSimulator
 from fuzz.engine.strategies import specs
-from fuzz.engine.world import World
 
 _PLACES: Final = range(16)  # a place is taken modulo the batch
-_WORLD_SEED: Final = 0  # Hypothesis draws; what the world draws beside that should not change from run to run
+_SIMULATOR_SEED: Final = 0  # Hypothesis draws; what the simulator draws beside that should not change from run to run
 
 # Not registered with Hypothesis: "ci" and "dev" are names that the projects using this one have profiles under.
 _COMMON: Final[dict[str, Any]] = {
@@ -82,7 +82,9 @@ class Machine(RuleBasedStateMachine):
         setup = self.setup
         self.tally.runs += 1
         # Freed pages are reused at once; that they move is a rule's doing.
-        self.world = World(setup.system, setup.geometry, setup.buckets, _WORLD_SEED, outside=False, reuse="lifo")
+        self.simulator = EngineSimulator(
+            setup.system, setup.geometry, setup.buckets, _SIMULATOR_SEED, outside=False, reuse="lifo"
+        )
         self.poison, self.bucket = POISONS[0], 0
         self._forget()
 
@@ -92,53 +94,53 @@ class Machine(RuleBasedStateMachine):
     def admit(self, count: int, boundary: int) -> None:
         lengths = self._boundary_lengths()
         for i in range(count):
-            self.world.admit(self._fitting(lengths[(boundary + i) % len(lengths)]))
+            self.simulator.admit(self._fitting(lengths[(boundary + i) % len(lengths)]))
 
-    @precondition(lambda self: self.world.live)
+    @precondition(lambda self: self.simulator.live)
     @rule()
     def accept(self) -> None:
-        self.world.accept()
+        self.simulator.accept()
 
-    @precondition(lambda self: self.world.live)
+    @precondition(lambda self: self.simulator.live)
     @rule(place=st.sampled_from(_PLACES), swap=st.booleans())
     def finish(self, place: int, swap: bool) -> None:
-        self.world.finish(self._at(place), swap=swap)
+        self.simulator.finish(self._at(place), swap=swap)
 
-    @precondition(lambda self: self.world.live)
+    @precondition(lambda self: self.simulator.live)
     @rule()
     def preempt(self) -> None:
-        self.world.preempt()
+        self.simulator.preempt()
 
-    @precondition(lambda self: self.world.waiting)
+    @precondition(lambda self: self.simulator.waiting)
     @rule()
     def resume(self) -> None:
-        self.world.resume()
+        self.simulator.resume()
 
-    @precondition(lambda self: self.world.live)
+    @precondition(lambda self: self.simulator.live)
     @rule(place=st.sampled_from(_PLACES), pages_only=st.booleans())
     def remap(self, place: int, pages_only: bool) -> None:
-        (self.world.move_pages if pages_only else self.world.move_row)(self._at(place))
+        (self.simulator.move_pages if pages_only else self.simulator.move_row)(self._at(place))
 
-    @precondition(lambda self: self.world.live and self.world.most > 1)
+    @precondition(lambda self: self.simulator.live and self.simulator.most > 1)
     @rule(place=st.sampled_from(_PLACES))
     def share(self, place: int) -> None:
-        self.world.share(self._at(place))
+        self.simulator.share(self._at(place))
 
-    @precondition(lambda self: self.world.live)
+    @precondition(lambda self: self.simulator.live)
     @rule(place=st.sampled_from(_PLACES), boundary=st.sampled_from(range(256)))
     def jump_to_boundary(self, place: int, boundary: int) -> None:
         lengths = self._boundary_lengths()
-        self.world.jump(self._at(place), lengths[boundary % len(lengths)])
+        self.simulator.jump(self._at(place), lengths[boundary % len(lengths)])
 
-    @precondition(lambda self: self.world.live)
+    @precondition(lambda self: self.simulator.live)
     @rule(count=st.sampled_from(_PLACES))
     def shrink_the_batch(self, count: int) -> None:
-        self.world.shrink(count % len(self.world.live))
+        self.simulator.shrink(count % len(self.simulator.live))
 
     @rule(bucket=st.sampled_from(range(8)))
     def change_the_bucket(self, bucket: int) -> None:
         """The next replays pad to this bucket, where it is wide enough."""
-        self.bucket = self.world.buckets[bucket % len(self.world.buckets)]
+        self.bucket = self.simulator.buckets[bucket % len(self.simulator.buckets)]
 
     @rule(name=st.sampled_from(POISONS))
     def poison_with(self, name: str) -> None:
@@ -150,22 +152,22 @@ class Machine(RuleBasedStateMachine):
 
     @rule(twice=st.booleans())
     def replay(self, twice: bool) -> None:
-        world = self.world
-        bucket = max(self.bucket, world.smallest_bucket(len(world.live)))
-        self._run(world.emit(bucket, poison=self.poison, twice=twice))
+        simulator = self.simulator
+        bucket = max(self.bucket, simulator.smallest_bucket(len(simulator.live)))
+        self._run(simulator.emit(bucket, poison=self.poison, twice=twice))
 
     # What none does --------------------------------------------------------------------------------------------------
 
     @rule(boundary=st.sampled_from(range(1 << 10)))
     def replay_boundary(self, boundary: int) -> None:
         known = boundaries(self.setup.system, self.setup.geometry, self.setup.buckets)
-        self._run(self.world.at(known[boundary % len(known)]))
+        self._run(self.simulator.at(known[boundary % len(known)]))
 
     # Invariants ------------------------------------------------------------------------------------------------------
 
     @invariant()
-    def the_world_is_sound(self) -> None:
-        self.world.check()
+    def the_simulator_is_sound(self) -> None:
+        self.simulator.check()
 
     @invariant()
     def live_values_are_legal(self) -> None:
@@ -228,20 +230,20 @@ class Machine(RuleBasedStateMachine):
         return f"{sentence}\nTo run the history again, put this above it:\n{preamble(self.setup)}"
 
     def _at(self, place: int) -> int:
-        return place % len(self.world.live)
+        return place % len(self.simulator.live)
 
     def _boundary_lengths(self) -> Sequence[int]:
-        return [length for length in self.coverage.candidates.tolist() if length >= self.world.shortest]
+        return [length for length in self.coverage.candidates.tolist() if length >= self.simulator.shortest]
 
     def _fitting(self, length: int) -> int:
-        return min(length, self.world.longest)
+        return min(length, self.simulator.longest)
 
 
 def machine_of(setup: ReplaySetup) -> type[Machine]:
     """A machine that fuzzes `setup`; `.TestCase` is a test of it, `run` runs it."""
 
     def replay_outside(self: Machine, spec: RoundSpec) -> None:
-        self._run(self.world.outside(spec))
+        self._run(self.simulator.outside(spec))
 
     body = {
         "setup": setup,
@@ -262,7 +264,7 @@ def machine_for(
     device: str = "auto",
 ) -> type[Machine]:
     """`machine_of` from names alone, as in the line that a failing machine gives."""
-    backend = open_backend(settle_device(device))
+    backend = open_backend(choose_device(device))
     resolved = Geometry.resolve(preset, geometry)
     return machine_of(ReplaySetup.make(get_system(system), resolved, buckets, 0, subject, fault, backend))
 

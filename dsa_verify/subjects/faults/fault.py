@@ -21,7 +21,7 @@ W = TypeVar("W", bound=type[Wrapper])
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """`wrap(inner, field)` spoils `inner`; `field` is its default target. `diagnoses`: what it may be called.
-    `of_input`: the target is a static input, which the engine's preparation (our registry) does not reset. `needs`:
+    `of_input`: the target is a static input, which the preparation (our filler) does not reset. `needs`:
     what a geometry must have for `field` to be there. `anywhere`: it shows in any system beside those of ALL, too, in
     which `field`, where there is none of that name, is the first that replays write.
     """

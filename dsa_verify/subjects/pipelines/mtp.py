@@ -123,10 +123,18 @@ def sibling_refusal(source: Destination, destination: Destination) -> str | None
         return f"bucket {source.buffers.layout.bucket} is not {destination.buffers.layout.bucket}"
     if not source.fresh:
         return "the source has not been refreshed in this replay"
+    return _unequal_fields(source, destination) or _shared_write_plan(source, destination)
+
+
+def _unequal_fields(source: Destination, destination: Destination) -> str | None:
     for name in OPTIONAL:
         if (name in source.buffers) != (name in destination.buffers):
             where = "source" if name in source.buffers else "destination"
             return f"only the {where} has {name}"
+    return None
+
+
+def _shared_write_plan(source: Destination, destination: Destination) -> str | None:
     if source.write_plan and source.write_plan is destination.write_plan:
         return "both hold the same write plan object"
     for name, tensor in source.write_plan.items():

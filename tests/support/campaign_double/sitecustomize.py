@@ -22,8 +22,7 @@ FATAL_ROUND = 19
 
 
 def work_shard(spec: Any, folder: Path, device: str) -> None:
-    from dsa_verify.base.atomic_write import write_whole
-    from dsa_verify.base.errors import OutOfMemory
+    from dsa_verify.base.atomic_write import write_atomically
     from fuzz.campaign.shard_folder import STOP_FILE, FindingKey, FindingRecord, ShardResult, campaign_root, write_json
 
     behaviour = spec.plan.subject
@@ -33,25 +32,21 @@ def work_shard(spec: Any, folder: Path, device: str) -> None:
         facts = {"system": spec.system, "subject": behaviour, "field": field, "diagnosis": "stale", "sentence": field}
         facts |= {"contract": ["docs/contract/1-basic.md#1.1"]}
         key = FindingKey.of(facts, planted=planted)
-        write_whole(folder / "cases" / f"{field}.json", "{}")
+        write_atomically(folder / "cases" / f"{field}.json", "{}")
         for state in ("found", "confirmed", "shrunk"):
             FindingRecord(key=key, state=state, finding=facts, case=f"cases/{field}.json").write(folder)
             time.sleep(0.005)
 
     for chunk in range(CHUNKS):
         start = chunk * CHUNK
-        write_whole(folder / "journal.json", case(start, CHUNK).to_json())
+        write_atomically(folder / "journal.json", case(start, CHUNK).to_json())
         write_json(folder / "progress.json", {"rounds": start, "checked": start}, durable=False)
         time.sleep(0.01)
         if start == HELD_AT:
             wait_while_held(campaign_root(folder) / "hold", folder / "progress.json")
         if start <= FATAL_ROUND < start + CHUNK:
             misbehave(behaviour)
-            if (behaviour == "hungry" and spec.batch_divisor == 1) or behaviour == "insatiable":
-                raise OutOfMemory("CUDA out of memory")
-            if behaviour == "fills the disk" and not (folder / "was full").exists():
-                (folder / "was full").touch()
-                resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+            run_short(behaviour, spec.batch_divisor, folder)
         write_json(folder / "progress.json", {"rounds": start + CHUNK, "checked": start}, durable=False)
         if behaviour == "wrong" and (spec.seed + chunk) % 3 == 0:
             find(f"field_{(spec.seed + chunk) % 5}")
@@ -70,6 +65,17 @@ def work_shard(spec: Any, folder: Path, device: str) -> None:
         canary={"fault": "skip_refresh", "verdict": "reported", "finding": "canary", "why": None},
         coverage={"possible": 10, "never": [["a", str(spec.number)], ["b", "always"]], "digest": ""},
     ).write(folder)
+
+
+def run_short(behaviour: str, batch_divisor: int, folder: Path) -> None:
+    """Run out of memory or of disk, if the behaviour says so."""
+    from dsa_verify.base.errors import OutOfMemory
+
+    if (behaviour == "hungry" and batch_divisor == 1) or behaviour == "insatiable":
+        raise OutOfMemory("CUDA out of memory")
+    if behaviour == "fills the disk" and not (folder / "was full").exists():
+        (folder / "was full").touch()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
 
 
 def wait_while_held(held: Path, sign_of_life: Path) -> None:
@@ -146,7 +152,7 @@ def case(start: int, count: int) -> Any:
 
 
 for name, attributes in {
-    "dsa_verify.base.device": {"settle_device": lambda text: text},
+    "dsa_verify.base.device": {"choose_device": lambda text: text},
     "fuzz.campaign.worker": {"work_shard": work_shard, "replay_step_by_step": replay_step_by_step},
 }.items():
     sys.modules[name] = types.ModuleType(name)

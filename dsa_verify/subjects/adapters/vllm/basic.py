@@ -15,11 +15,11 @@ from typing import Any, ClassVar, Final
 import torch
 
 from dsa_verify.base.errors import UsageError
-from dsa_verify.contract.engine_form import OwnForm, PadRows
+from dsa_verify.contract.engine_form import EngineForm, PadRows
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.layout import Layout
 from dsa_verify.contract.map_outputs import map_outputs
-from dsa_verify.contract.round_table import PAD_REQUEST
+from dsa_verify.contract.static_inputs import PAD_REQUEST
 from dsa_verify.contract.subject import Buffers, Inputs
 from dsa_verify.subjects.adapters.vllm import runner, wheel
 from dsa_verify.subjects.adapters.vllm.runner import Request, Runner
@@ -72,8 +72,8 @@ class _Step:
         return {field.name: reasons[field.name] for field in layout if field.name in reasons}
 
     @staticmethod
-    def own_form() -> OwnForm:
-        return OwnForm(
+    def engine_form() -> EngineForm:
+        return EngineForm(
             pads={
                 "cache_seqlens_int32": PadRows(value=0),
                 "dsa_seqlens_expanded": PadRows(value=0),
@@ -239,8 +239,8 @@ class DraftExtend(_Step):
     flatten, varlen = True, False
 
     @staticmethod
-    def own_form() -> OwnForm:
-        return dataclasses.replace(_Step.own_form(), outside=_no_step_of_vllm)
+    def engine_form() -> EngineForm:
+        return dataclasses.replace(_Step.engine_form(), outside=_no_step_of_vllm)
 
     def _lengths(self) -> list[tuple[int, int]]:
         assert self._inputs.extend_lens is not None, "draft_extend has extend_lens (contract 1.3)"

@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from dsa_verify.contract.engine_form import OwnForm
+from dsa_verify.contract.engine_form import EngineForm
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.subject import Buffers, Inputs
 from dsa_verify.subjects.adapters.vllm import runner, wheel
@@ -32,9 +32,9 @@ class DraftDecode(Decode):
         return Decode.provenance() | wheel.provenance(SPECULATOR)
 
     @staticmethod
-    def own_form() -> OwnForm:
+    def engine_form() -> EngineForm:
         # The indexer of a speculating engine has lengths of its own, beside those of the batch.
-        form = Decode.own_form()
+        form = Decode.engine_form()
         own = {"dsa_seqlens_expanded": None, "paged_mqa_ctx_lens_2d": "dsa_seqlens_expanded"}
         return dataclasses.replace(form, aliases={**form.aliases, **own})
 

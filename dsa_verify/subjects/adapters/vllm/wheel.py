@@ -27,7 +27,7 @@ _VERSION: Final = re.compile(r"^__version__ =.*?'([^']+)'", re.MULTILINE)
 
 def require(module: str) -> ModuleType:
     """The module `module` of vLLM, imported now; UsageError that says what is missing and how to get it."""
-    _settle()
+    _install_stand_ins()
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -75,7 +75,7 @@ def provenance(*modules: str) -> dict[str, str]:
     return found | {"stand_ins": stand_ins} | toolchain()
 
 
-def _settle() -> None:
+def _install_stand_ins() -> None:
     """Put the stand-ins in place unless vLLM is installed and there is a GPU for it."""
     folder = _folder()
     if folder is not None and not (standins.on_cuda() and package_version(PACKAGE) is not None):

@@ -1,4 +1,4 @@
-"""BufferRegistry: tails, prefixes, hooks and what is left alone (contract 0.2, 7.5); and a tail that is forgotten."""
+"""PaddedInputFiller: tails, prefixes, what is left alone, and a tail that is not reset (contract 0.2, 7.5)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from support import DEVICE, backend, small
 
 from dsa_verify.base.errors import UsageError
-from dsa_verify.buffers.tail_reset import BufferRegistry
+from dsa_verify.buffers.tail_reset import PaddedInputFiller
 from dsa_verify.contract.finding import Diagnosis
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round
@@ -39,7 +39,7 @@ class Bench:
             )
             for spec in SPECS
         }
-        self.registry = BufferRegistry(SPECS, self.buffers, **options)  # type: ignore[arg-type]
+        self.filler = PaddedInputFiller(SPECS, self.buffers, **options)  # type: ignore[arg-type]
 
     def rows(self, name: str) -> list[list[int]]:
         """Of each batch row, everything it owns."""
@@ -58,14 +58,14 @@ def raw(count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("live", [0, 1, 3, 4])
 def test_a_fill_copies_prefixes_resets_tails_and_leaves_the_rest(live: int) -> None:
-    bench, padded = Bench(forget=[spec.name for spec in SPECS]), 4
-    bench.registry.fill_from(dict.fromkeys(bench.sources), raw(live), padded, poison=True)
+    bench, padded = Bench(skip_tail_reset=[spec.name for spec in SPECS]), 4
+    bench.filler.fill_from(dict.fromkeys(bench.sources), raw(live), padded, poison=True)
     for spec in SPECS:
         rows = bench.rows(spec.name)
         assert all(spec.low <= value < spec.high for row in rows[live:padded] for value in row), spec.name
         assert all(value == 77 for row in rows[:live] + rows[padded:] for value in row), spec.name
     bench = Bench()
-    bench.registry.fill_from(bench.sources, raw(live), padded)
+    bench.filler.fill_from(bench.sources, raw(live), padded)
     for spec in SPECS:
         rows, source = bench.rows(spec.name), bench.source_rows(spec.name)
         assert rows[:live] == source[:live], spec.name
@@ -75,14 +75,14 @@ def test_a_fill_copies_prefixes_resets_tails_and_leaves_the_rest(live: int) -> N
 
 def test_a_missing_source_resets_the_tail_only_and_a_skipped_slot_is_left_alone() -> None:
     bench = Bench()
-    bench.registry.fill_from({**bench.sources, "lengths": None}, raw(2), 4, skip=("slots",))
+    bench.filler.fill_from({**bench.sources, "lengths": None}, raw(2), 4, skip=("slots",))
     assert bench.rows("lengths") == [[77], [77], [1], [1], [77], [77]]
     assert bench.rows("slots") == [[77, 77]] * WIDEST
 
 
 def test_a_forgotten_tail_keeps_what_was_there() -> None:
-    bench = Bench(forget=("lengths",))
-    bench.registry.fill_from(bench.sources, raw(2), 4)
+    bench = Bench(skip_tail_reset=("lengths",))
+    bench.filler.fill_from(bench.sources, raw(2), 4)
     assert bench.rows("lengths") == [[1000], [1001], *[[77]] * 4]
     assert bench.rows("slots")[2:4] == [[0, 0]] * 2
 

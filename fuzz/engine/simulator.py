@@ -1,4 +1,4 @@
-"""World: a serving engine in miniature, which yields the rounds that an engine could produce.
+"""EngineSimulator: a serving engine in miniature, which yields the rounds that an engine could produce.
 
 It admits requests, lets them accept drafts, finishes, preempts and brings them back, shares prefixes, moves requests
 between request rows and pages, idles and pads the batch for the sake of another rank. Told to, it also steps outside of
@@ -33,7 +33,7 @@ from dsa_verify.contract.round import POISONS, Round, one_floor_each
 from dsa_verify.contract.system import System
 from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
 from fuzz.engine.boundaries import Boundary, Kind, boundaries
-from fuzz.engine.boundary_rounds import defined, fewest_requests, hold
+from fuzz.engine.boundary_rounds import defined, fewest_requests, force_boundary
 from fuzz.engine.coverage import ON_OTHER_PAGES, SAME_PAGES, TENANTS, Array, Coverage
 from fuzz.engine.expansion import Lane, RoundSpec, as_round, below, expand_columns, word
 from fuzz.engine.limits import most_requests
@@ -58,7 +58,7 @@ class Request:
     generation: int = 0
 
 
-class World:
+class EngineSimulator:
     """Deterministic in `seed`. `live`: the batch in order. `waiting`: what was preempted. `free`: free request rows.
 
     `coverage` chooses what comes next where it can, and sees every round; without one the choice is left to chance.
@@ -100,20 +100,20 @@ class World:
         self._taken: dict[int, tuple[int, int]] = {}  # by row that moves in the next round: (origin, pages)
         self._borrowed: dict[int, tuple[int, int, int]] = {}  # by row: (origin, its generation then, pages)
         self._lent: dict[tuple[int, int], dict[int, int]] = {}  # the same by (origin, generation), pages by row
-        self.regimes = names_of(system, geometry, self.buckets, outside=outside, steered=coverage is not None)
+        self.steps = names_of(system, geometry, self.buckets, outside=outside, steered=coverage is not None)
         if coverage is not None:
-            coverage.expect(self.regimes)
+            coverage.expect(self.steps)
 
     # Rounds ----------------------------------------------------------------------------------------------------------
 
     def rounds(self, count: int) -> list[Round]:
-        """The next `count` rounds."""
+        """Return the next `count` rounds."""
         return [self.step() for _ in range(count)]
 
     def step(self) -> Round:
-        """The next round: with a coverage, half of the time what no pair or boundary has shown yet, and in the other
-        half the regime that has followed the last one least often; without one, any regime."""
-        names = self.regimes
+        """Return the next round: with a coverage, half of the time what no pair or boundary has shown yet, and in the
+        other half the step that has followed the last one least often; without one, any step."""
+        names = self.steps
         if self.coverage is not None:
             aims = [name for name in (AIMED, ON_DEMAND) if name in names]
             if aims and self.draw(Lane.STEER, 2):
@@ -121,21 +121,21 @@ class World:
             names = tuple(self.coverage.least_visited_regimes(names))
         return self.play(names[self.draw(Lane.REGIME, len(names))])
 
-    def play(self, regime: str) -> Round:
-        """The next round, in `regime`, one of `self.regimes`."""
-        if regime in ENGINE:
+    def play(self, step: str) -> Round:
+        """Return the next round, which `step`, one of `self.steps`, makes."""
+        if step in ENGINE:
             if not self.live:
                 self.resume()
-            round_ = ENGINE[regime](self) or self.emit()
-        elif regime == AIMED:
+            round_ = ENGINE[step](self) or self.emit()
+        elif step == AIMED:
             round_ = self._aimed()
-        elif regime == ON_DEMAND:
+        elif step == ON_DEMAND:
             round_ = self.at(self._least_visited_boundary())
         else:
             spec = spec_at(self.seed, self.index, self.system, self.geometry, self.buckets)
-            round_ = self.outside(dataclasses.replace(spec, regime=regime))
+            round_ = self.outside(dataclasses.replace(spec, regime=step))
         if self.coverage is not None:
-            self.coverage.observe(round_, regime)
+            self.coverage.observe(round_, step)
         return round_
 
     def emit(self, bucket: int | None = None, *, poison: str | None = None, twice: bool | None = None) -> Round:
@@ -174,10 +174,10 @@ class World:
 
     def at(self, boundary: Boundary) -> Round:
         """A round that holds `boundary`; what it leaves open is drawn."""
-        return self._with_moves(hold(boundary, self._base(boundary), self.system, self.geometry))
+        return self._with_moves(force_boundary(boundary, self._base(boundary), self.system, self.geometry))
 
     def check(self) -> None:
-        """AssertionError if the world is in a state that no engine can be in."""
+        """AssertionError if the simulator is in a state that no engine can be in."""
         owned = [request.row for request in self.live if not request.shares]
         assert len(set(owned)) == len(owned), f"two requests own one row: {owned}"
         rows = {request.row for request in self.live}

@@ -1,4 +1,4 @@
-"""World: only states that an engine can be in, only rounds within the contract, every boundary on demand."""
+"""EngineSimulator: only states that an engine can be in, only rounds within the contract, every boundary on demand."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from dsa_verify.rounds.case_file import parse_case
 from dsa_verify.systems.catalogue import SYSTEMS
 from fuzz.engine.boundaries import OTHER_PAGES, Boundary, Kind, boundaries, boundary_lengths, marks
 from fuzz.engine.coverage import Coverage
+from fuzz.engine.simulator import MOST_WAITING, REUSES, EngineSimulator
 from fuzz.engine.steps import ENGINE
-from fuzz.engine.world import MOST_WAITING, REUSES, World
 
 TINY = Geometry.resolve("tiny", {"request_rows": 9})
 POOLED = Geometry.resolve("tiny_pool", {"draft_tokens": 3})
 
 
-def checked(world: World, count: int) -> list[Round]:
+def checked(simulator: EngineSimulator, count: int) -> list[Round]:
     rounds = []
     for _ in range(count):
-        rounds.append(world.step())
-        world.check()
+        rounds.append(simulator.step())
+        simulator.check()
     return rounds
 
 
@@ -37,7 +37,7 @@ def test_rounds_are_within_the_contract_and_requests_stay_whole(
     system: str, preset: str, overrides: dict[str, object], buckets: tuple[int, ...], outside: bool
 ) -> None:
     geometry = Geometry.resolve(preset, overrides)
-    rounds = checked(World(SYSTEMS[system], geometry, buckets, 1, outside=outside), 150)
+    rounds = checked(EngineSimulator(SYSTEMS[system], geometry, buckets, 1, outside=outside), 150)
     scenario = Scenario(system=system, geometry=geometry, buckets=buckets, rounds=tuple(rounds))
     assert parse_case(scenario.to_json()).rounds == scenario.rounds
     assert {round_.bucket for round_ in rounds} == set(buckets)
@@ -51,88 +51,89 @@ def test_rounds_are_within_the_contract_and_requests_stay_whole(
 def test_the_same_seed_gives_the_same_rounds(steered: bool) -> None:
     def rounds(seed: int) -> list[Round]:
         coverage = Coverage(SYSTEMS["draft_extend"], POOLED, (4, 2)) if steered else None
-        return World(SYSTEMS["draft_extend"], POOLED, (4, 2), seed, coverage=coverage).rounds(120)
+        return EngineSimulator(SYSTEMS["draft_extend"], POOLED, (4, 2), seed, coverage=coverage).rounds(120)
 
     assert rounds(3) == rounds(3)
     assert rounds(3) != rounds(4)
 
 
-def test_every_regime_can_follow_every_other() -> None:
-    for first in (
-        world := World(SYSTEMS["decode"], TINY, (4, 2), 1, coverage=Coverage(SYSTEMS["decode"], TINY, (4, 2)))
-    ).regimes:
-        for second in world.regimes:
-            for regime in (first, second):
-                world.play(regime)
-                world.check()
+def test_every_step_can_follow_every_other() -> None:
+    coverage = Coverage(SYSTEMS["decode"], TINY, (4, 2))
+    simulator = EngineSimulator(SYSTEMS["decode"], TINY, (4, 2), 1, coverage=coverage)
+    for first in simulator.steps:
+        for second in simulator.steps:
+            for step in (first, second):
+                simulator.play(step)
+                simulator.check()
+    assert [key for key in coverage.never_visited() if key[0] == "regime"] == []
 
 
 def test_only_a_shared_row_is_named_twice_and_only_for_one_round() -> None:
-    world, seen = World(SYSTEMS["decode"], TINY, (4, 2), 2, outside=False), 0
+    simulator, seen = EngineSimulator(SYSTEMS["decode"], TINY, (4, 2), 2, outside=False), 0
     for _ in range(100):
-        round_ = world.play("shared prefix")
-        world.check()
+        round_ = simulator.play("shared prefix")
+        simulator.check()
         if len(set(round_.requests)) == round_.raw_batch:
             continue  # the other kind of sharing, which the tests below are about
         assert len(set(round_.requests)) == round_.raw_batch - 1
         seen += 1
-        owner, sharer = (i for i, row in enumerate(round_.requests) if row == world.live[-1].row)
+        owner, sharer = (i for i, row in enumerate(round_.requests) if row == simulator.live[-1].row)
         assert round_.seq_lens[sharer] <= round_.seq_lens[owner]
-        assert len(set(world.play("steady").requests)) == len(world.live)
+        assert len(set(simulator.play("steady").requests)) == len(simulator.live)
     assert seen > 20
 
 
 def test_a_shared_row_lives_as_long_as_its_last_reader() -> None:
-    world = World(SYSTEMS["decode"], TINY, (4,), 0, outside=False, reuse="lifo")
-    world.admit(9)
-    row = world.live[0].row
-    world.share(0)
-    world.finish(0)
-    world.check()
-    assert [request.row for request in world.live] == [row]
-    assert row not in world.free
-    world.finish(0)
-    assert row in world.free
+    simulator = EngineSimulator(SYSTEMS["decode"], TINY, (4,), 0, outside=False, reuse="lifo")
+    simulator.admit(9)
+    row = simulator.live[0].row
+    simulator.share(0)
+    simulator.finish(0)
+    simulator.check()
+    assert [request.row for request in simulator.live] == [row]
+    assert row not in simulator.free
+    simulator.finish(0)
+    assert row in simulator.free
 
 
 def test_accepted_tokens_are_1_to_n_and_lengths_grow_by_them() -> None:
-    world = World(SYSTEMS["draft_extend"], POOLED, (4,), 5, outside=False)
-    world.play("fill")
+    simulator = EngineSimulator(SYSTEMS["draft_extend"], POOLED, (4,), 5, outside=False)
+    simulator.play("fill")
     seen = set[int]()
     for _ in range(100):
-        before = {id(request): (request.length, request.accepted) for request in world.live}
-        world.play("steady")
-        for request in world.live:
+        before = {id(request): (request.length, request.accepted) for request in simulator.live}
+        simulator.play("steady")
+        for request in simulator.live:
             length, accepted = before[id(request)]
             assert request.length == length + accepted
             seen.add(accepted)
-        if not world.live:
-            world.play("fill")
+        if not simulator.live:
+            simulator.play("fill")
     assert seen == {1, 2, 3}
 
 
-def pages(world: World, row: int) -> list[int]:
-    slots = token_slots(world.geometry, np.array([row]), np.array([world.generations[row]]))
+def pages(simulator: EngineSimulator, row: int) -> list[int]:
+    slots = token_slots(simulator.geometry, np.array([row]), np.array([simulator.generations[row]]))
     return slots[0].tolist()
 
 
 @pytest.mark.parametrize("reuse", REUSES)
 def test_a_preempted_request_returns_on_other_pages(reuse: str) -> None:
-    world = World(SYSTEMS["decode"], TINY, (4, 2), 7, outside=False, reuse=reuse)
+    simulator = EngineSimulator(SYSTEMS["decode"], TINY, (4, 2), 7, outside=False, reuse=reuse)
     for _ in range(60):
-        world.play("steady")
-        if not world.live:
-            world.admit()
-        request = world.live[-1]
-        before, length = pages(world, request.row), request.length
-        world.preempt()
-        assert request in world.waiting
-        world.waiting = [request]  # or another would return first
-        world.resume()
-        assert world.live[-1].length == length
-        assert pages(world, world.live[-1].row) != before
-        world.emit()
-        world.check()
+        simulator.play("steady")
+        if not simulator.live:
+            simulator.admit()
+        request = simulator.live[-1]
+        before, length = pages(simulator, request.row), request.length
+        simulator.preempt()
+        assert request in simulator.waiting
+        simulator.waiting = [request]  # or another would return first
+        simulator.resume()
+        assert simulator.live[-1].length == length
+        assert pages(simulator, simulator.live[-1].row) != before
+        simulator.emit()
+        simulator.check()
 
 
 class Tables:
@@ -159,14 +160,14 @@ class Tables:
 def test_requests_share_first_pages_and_nobody_writes_them(
     system: str, preset: str, overrides: dict[str, object], buckets: tuple[int, ...], reuse: str
 ) -> None:
-    """Contract 0.1, 4.2, 8.2: of the tables themselves, whatever the world believes."""
+    """Contract 0.1, 4.2, 8.2: of the tables themselves, whatever the simulator believes."""
     geometry = Geometry.resolve(preset, overrides)
-    world, tables, shared = (
-        World(SYSTEMS[system], geometry, buckets, 4, outside=False, reuse=reuse),
+    simulator, tables, shared = (
+        EngineSimulator(SYSTEMS[system], geometry, buckets, 4, outside=False, reuse=reuse),
         Tables(geometry),
         0,
     )
-    for round_ in checked(world, 250):
+    for round_ in checked(simulator, 250):
         tables.play(round_)
         lengths = dict(zip(round_.requests, round_.seq_lens, strict=True))
         held = {row: set(tables.pages[row, : -(-length // geometry.allocator_page)]) for row, length in lengths.items()}
@@ -179,15 +180,15 @@ def test_requests_share_first_pages_and_nobody_writes_them(
 
 
 def test_a_new_request_can_have_the_first_pages_of_another() -> None:
-    world = World(SYSTEMS["decode"], TINY, (4,), 0, outside=False, reuse="lifo")
+    simulator = EngineSimulator(SYSTEMS["decode"], TINY, (4,), 0, outside=False, reuse="lifo")
     kinds = set[bool]()
     for _ in range(30):
-        world.shrink(0)
-        world.admit(30)
-        world.emit()
-        (owner,) = world.live
-        world.share(0)
-        new, round_ = world.live[-1], world.emit()
+        simulator.shrink(0)
+        simulator.admit(30)
+        simulator.emit()
+        (owner,) = simulator.live
+        simulator.share(0)
+        new, round_ = simulator.live[-1], simulator.emit()
         kinds.add(new.shares)
         if not new.shares:
             ((row, origin, pages),) = round_.prefixes
@@ -198,16 +199,16 @@ def test_a_new_request_can_have_the_first_pages_of_another() -> None:
 
 
 def test_a_preempted_request_can_return_to_its_first_pages() -> None:
-    world = World(SYSTEMS["decode"], TINY, (4,), 0, outside=False, reuse="lifo")
+    simulator = EngineSimulator(SYSTEMS["decode"], TINY, (4,), 0, outside=False, reuse="lifo")
     kept = 0
     for _ in range(30):
-        world.shrink(0)
-        world.admit(30)
-        world.emit()
-        row = world.live[0].row
-        world.preempt()
-        world.resume()
-        round_ = world.emit()
+        simulator.shrink(0)
+        simulator.admit(30)
+        simulator.emit()
+        row = simulator.live[0].row
+        simulator.preempt()
+        simulator.resume()
+        round_ = simulator.emit()
         assert round_.remap == (row,)
         assert set(round_.prefixes) <= {(row, row, 7)}
         kept += len(round_.prefixes)
@@ -215,90 +216,90 @@ def test_a_preempted_request_can_return_to_its_first_pages() -> None:
 
 
 def test_a_row_that_shares_is_not_given_to_a_shorter_request() -> None:
-    world = World(SYSTEMS["decode"], TINY, (4,), 0, outside=False, reuse="lifo")
-    while not world._borrowed:
-        world.shrink(0)
-        world.admit(30)
-        world.emit()
-        world.share(0)
-        world.emit()
-    (row,) = world._borrowed
+    simulator = EngineSimulator(SYSTEMS["decode"], TINY, (4,), 0, outside=False, reuse="lifo")
+    while not simulator._borrowed:
+        simulator.shrink(0)
+        simulator.admit(30)
+        simulator.emit()
+        simulator.share(0)
+        simulator.emit()
+    (row,) = simulator._borrowed
     for at in (1, 0):
-        world.finish(at)
-    world.free.sort(key=row.__eq__)  # LIFO: the last one is next
-    world.admit(2)
-    assert world.live[0].row == row
-    assert row in world.emit().remap, "it moves to pages of its own"
-    assert world.live[0].length == 2
+        simulator.finish(at)
+    simulator.free.sort(key=row.__eq__)  # LIFO: the last one is next
+    simulator.admit(2)
+    assert simulator.live[0].row == row
+    assert row in simulator.emit().remap, "it moves to pages of its own"
+    assert simulator.live[0].length == 2
 
 
 def test_freed_pages_are_reused_in_the_order_that_was_asked_for() -> None:
     def pages_after_reuse(reuse: str) -> tuple[int, bool]:
-        world = World(SYSTEMS["decode"], TINY, (4,), 0, outside=False, reuse=reuse)
-        world.admit(5)
-        world.emit()
-        row = world.live[0].row
-        before = pages(world, row)
-        world.finish(0)
-        world.admit(5)
-        world.emit()
-        return world.live[0].row - row, pages(world, world.live[0].row) == before
+        simulator = EngineSimulator(SYSTEMS["decode"], TINY, (4,), 0, outside=False, reuse=reuse)
+        simulator.admit(5)
+        simulator.emit()
+        row = simulator.live[0].row
+        before = pages(simulator, row)
+        simulator.finish(0)
+        simulator.admit(5)
+        simulator.emit()
+        return simulator.live[0].row - row, pages(simulator, simulator.live[0].row) == before
 
     assert pages_after_reuse("lifo") == (0, True)
     assert pages_after_reuse("fifo") == (-1, False)
 
 
 def test_a_moved_request_gets_another_row() -> None:
-    world = World(SYSTEMS["decode"], TINY, (4,), 0, outside=False, reuse="lifo")
+    simulator = EngineSimulator(SYSTEMS["decode"], TINY, (4,), 0, outside=False, reuse="lifo")
     for _ in range(3):
-        world.admit(9)
-    rows = [request.row for request in world.live]
-    world.move_row(1)
-    assert [request.row == row for request, row in zip(world.live, rows, strict=True)] == [True, False, True]
-    world.move_pages(2)
-    assert world.emit().remap == (rows[2],)
-    assert world.emit().remap == ()
+        simulator.admit(9)
+    rows = [request.row for request in simulator.live]
+    simulator.move_row(1)
+    assert [request.row == row for request, row in zip(simulator.live, rows, strict=True)] == [True, False, True]
+    simulator.move_pages(2)
+    assert simulator.emit().remap == (rows[2],)
+    assert simulator.emit().remap == ()
 
 
 def test_a_round_from_outside_does_not_lose_the_moves_of_the_batch() -> None:
-    world = World(SYSTEMS["decode"], TINY, (8,), 0, reuse="lifo")
+    simulator = EngineSimulator(SYSTEMS["decode"], TINY, (8,), 0, reuse="lifo")
     for _ in range(4):
-        world.admit(9)
+        simulator.admit(9)
     for place in range(4):
-        world.move_pages(place)
-    moved = {request.row for request in world.live}
+        simulator.move_pages(place)
+    moved = {request.row for request in simulator.live}
     (pages,) = (b for b in boundaries(SYSTEMS["decode"], TINY, (8,)) if b.which == OTHER_PAGES)
-    first, second = world.at(pages), world.emit()
+    first, second = simulator.at(pages), simulator.emit()
     assert set(first.remap) & set(first.requests)
     assert moved <= {*first.remap, *second.remap}
     assert max(len(first.remap), len(second.remap)) <= 4
 
 
 def test_a_full_pool_preempts_the_last_request() -> None:
-    world = World(SYSTEMS["decode"], TINY, (4,), 0, outside=False)
+    simulator = EngineSimulator(SYSTEMS["decode"], TINY, (4,), 0, outside=False)
     for _ in range(4):
-        world.admit(TINY.context)
-    assert len(world.live) < 4
-    assert [request.length for request in world.waiting] == [TINY.context] * (4 - len(world.live))
+        simulator.admit(TINY.context)
+    assert len(simulator.live) < 4
+    assert [request.length for request in simulator.waiting] == [TINY.context] * (4 - len(simulator.live))
 
 
 def test_a_long_run_keeps_a_bounded_number_of_requests() -> None:
-    world = World(SYSTEMS["decode"], TINY, (4,), 0, outside=False)
+    simulator = EngineSimulator(SYSTEMS["decode"], TINY, (4,), 0, outside=False)
     for _ in range(2 * MOST_WAITING):
-        world.admit(TINY.context)
-        world.preempt()
-    assert len(world.waiting) == MOST_WAITING
+        simulator.admit(TINY.context)
+        simulator.preempt()
+    assert len(simulator.waiting) == MOST_WAITING
 
 
 def test_idle_and_wider_buckets() -> None:
-    world = World(SYSTEMS["decode"], TINY, (4, 2), 0, outside=False)
-    world.admit(9)
-    idle = world.play("idle")
+    simulator = EngineSimulator(SYSTEMS["decode"], TINY, (4, 2), 0, outside=False)
+    simulator.admit(9)
+    idle = simulator.play("idle")
     assert idle.seq_lens == ()
-    assert [request.length for request in world.live] == [9]
-    wider = world.play("wider bucket")
+    assert [request.length for request in simulator.live] == [9]
+    wider = simulator.play("wider bucket")
     assert (wider.bucket, wider.seq_lens) == (4, (10,))
-    assert world.play("steady").bucket == 2
+    assert simulator.play("steady").bucket == 2
 
 
 @pytest.mark.parametrize(
@@ -321,12 +322,12 @@ def test_every_boundary_is_reached_on_demand(
     system: str, preset: str, overrides: dict[str, object], buckets: tuple[int, ...]
 ) -> None:
     geometry = Geometry.resolve(preset, overrides)
-    world = World(SYSTEMS[system], geometry, buckets, 3)
+    simulator = EngineSimulator(SYSTEMS[system], geometry, buckets, 3)
     known = boundaries(SYSTEMS[system], geometry, buckets)
     assert len({boundary.name for boundary in known}) == len({boundary.mark for boundary in known}) == len(known)
     rounds = []
     for boundary in known:
-        rounds.append(world.at(boundary))
+        rounds.append(simulator.at(boundary))
         assert boundary.mark in marks(rounds[-1], SYSTEMS[system], geometry), boundary.name
     scenario = Scenario(system=system, geometry=geometry, buckets=buckets, rounds=tuple(rounds))
     assert parse_case(scenario.to_json()).rounds == scenario.rounds
@@ -358,16 +359,16 @@ def test_a_boundary_that_cannot_be_reached_is_not_promised() -> None:
 def test_a_context_without_room_is_refused() -> None:
     short = Geometry.resolve("tiny", {"context": 4, "draft_tokens": 4, "topk": 2})
     with pytest.raises(UsageError, match=r"context: 4 leaves no room .* draft_tokens 4; raise it"):
-        World(SYSTEMS["target_verify"], short, (2,))
+        EngineSimulator(SYSTEMS["target_verify"], short, (2,))
 
 
 def test_the_check_sees_what_no_engine_can_be_in() -> None:
-    def broken(**changes: object) -> World:
-        world = World(SYSTEMS["decode"], TINY, (4,), 0, outside=False, reuse="lifo")
-        world.admit(9)
-        world.admit(9)
-        world.live[1] = dataclasses.replace(world.live[1], **changes)  # type: ignore[arg-type]
-        return world
+    def broken(**changes: object) -> EngineSimulator:
+        simulator = EngineSimulator(SYSTEMS["decode"], TINY, (4,), 0, outside=False, reuse="lifo")
+        simulator.admit(9)
+        simulator.admit(9)
+        simulator.live[1] = dataclasses.replace(simulator.live[1], **changes)  # type: ignore[arg-type]
+        return simulator
 
     for changes, message in (
         ({"row": 1}, "two requests own one row"),
@@ -379,7 +380,7 @@ def test_the_check_sees_what_no_engine_can_be_in() -> None:
             broken(**changes).check()
 
 
-def test_engine_regimes_come_first_and_rounds_from_outside_only_when_asked_for() -> None:
-    assert set(World(SYSTEMS["decode"], TINY, (4, 2), outside=False).regimes) == set(ENGINE)
-    assert "shared prefix" not in World(SYSTEMS["decode"], TINY, (1,)).regimes
-    assert "wider bucket" not in World(SYSTEMS["decode"], TINY, (1,)).regimes
+def test_engine_steps_come_first_and_rounds_from_outside_only_when_asked_for() -> None:
+    assert set(EngineSimulator(SYSTEMS["decode"], TINY, (4, 2), outside=False).steps) == set(ENGINE)
+    assert "shared prefix" not in EngineSimulator(SYSTEMS["decode"], TINY, (1,)).steps
+    assert "wider bucket" not in EngineSimulator(SYSTEMS["decode"], TINY, (1,)).steps

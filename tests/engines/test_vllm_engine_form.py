@@ -1,4 +1,4 @@
-"""OwnForm: what an engine holds otherwise than the contract on purpose is right, and nothing else is."""
+"""EngineForm: what an engine holds otherwise than the contract on purpose is right, and nothing else is."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from support import DEVICE, EagerDecode, decode_round, setup_of, small
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.buffers.region import Control
-from dsa_verify.contract.engine_form import CONTRACT_FORM, OwnForm, PadRows, own_form
+from dsa_verify.contract.engine_form import NO_DIFFERENCES, EngineForm, PadRows, engine_form
 from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.layout import Layout
 from dsa_verify.contract.subject import Inputs
-from dsa_verify.judge.pad_rows import own_rows
+from dsa_verify.judge.pad_rows import normalised_pad_rows
 from dsa_verify.run.verify import Counts, verify_rounds
 from dsa_verify.subjects.adapters.vllm.basic import DraftExtend
 from dsa_verify.systems.basic import decode, target_verify
@@ -37,8 +37,8 @@ class ZeroPads(EagerDecode):
         self.inputs, self.buffers = inputs, buffers
 
     @staticmethod
-    def own_form() -> OwnForm:
-        return OwnForm(pads={"cache_seqlens_int32": PadRows(value=0)})
+    def engine_form() -> EngineForm:
+        return EngineForm(pads={"cache_seqlens_int32": PadRows(value=0)})
 
 
 class OtherPads(ZeroPads):
@@ -62,10 +62,10 @@ def test_pad_rows_of_another_value_are_not() -> None:
 
 
 def test_without_a_form_of_its_own_a_subject_has_the_contracts() -> None:
-    assert own_form(EagerDecode) is CONTRACT_FORM
+    assert engine_form(EagerDecode) is NO_DIFFERENCES
 
     class Undeclared(ZeroPads):
-        own_form = None
+        engine_form = None
 
     found = findings_of(Undeclared)
     assert [(each.field, each.got) for each in found] == [("cache_seqlens_int32", 0)]
@@ -73,15 +73,15 @@ def test_without_a_form_of_its_own_a_subject_has_the_contracts() -> None:
 
 
 def test_a_form_is_refused_for_rows_that_stand_for_no_request() -> None:
-    form = OwnForm(pads={"cu_seqlens_k": PadRows(value=0)})
+    form = EngineForm(pads={"cu_seqlens_k": PadRows(value=0)})
     layout = decode(small(), 2)
     with pytest.raises(UsageError, match="the rows of cu_seqlens_k stand for no request"):
-        own_rows(form, layout, {}, {}, None, None)  # type: ignore[arg-type]
+        normalised_pad_rows(form, layout, {}, {}, None, None)  # type: ignore[arg-type]
 
 
 def test_one_buffer_for_all_batches_and_lengths_of_their_own_change_the_layout() -> None:
     layout = decode(small(), 2)
-    own = OwnForm(shared=True, aliases={"dsa_seqlens_expanded": None}).layout(layout)
+    own = EngineForm(shared=True, aliases={"dsa_seqlens_expanded": None}).layout(layout)
     assert all(field.shared for field in own)
     assert not all(field.shared for field in layout)
     assert (layout["dsa_seqlens_expanded"].alias, own["dsa_seqlens_expanded"].alias) == ("cache_seqlens_int32", None)
@@ -96,7 +96,7 @@ def int32(*values: object) -> torch.Tensor:
 
 
 def shown(
-    layout: Layout, form: OwnForm, name: str, got: torch.Tensor, want: torch.Tensor, requests: list[int]
+    layout: Layout, form: EngineForm, name: str, got: torch.Tensor, want: torch.Tensor, requests: list[int]
 ) -> object:
     """What the judge is shown of `got` where batch row b, of two token rows, is that of `requests[b]`."""
     inputs = Inputs(
@@ -108,12 +108,12 @@ def shown(
     owners = int32(*(row for row in range(len(requests)) for _ in range(2)))
     lengths = int32(*(0 for _ in requests))
     control = Control(live_tokens=lengths, live_candidates=lengths, token_rows=int32(4), row_request=owners)
-    rows = own_rows(form, layout, {name: got}, {name: want}, inputs, control)[name]
+    rows = normalised_pad_rows(form, layout, {name: got}, {name: want}, inputs, control)[name]
     rows.update()
     return rows.copy.tolist()
 
 
-TABLE = OwnForm(pads={"real_page_table": PadRows(value=0, columns=1)})
+TABLE = EngineForm(pads={"real_page_table": PadRows(value=0, columns=1)})
 
 
 def tables(*first: int) -> torch.Tensor:
@@ -134,14 +134,14 @@ def test_only_the_named_columns_of_a_pad_row_must_hold_the_value() -> None:
 
 def test_live_rows_are_never_taken_for_pad_rows() -> None:
     layout = target_verify(small(draft_tokens=2), 2)
-    form = OwnForm(pads={"dsa_seqlens_expanded": PadRows(value=0)})
+    form = EngineForm(pads={"dsa_seqlens_expanded": PadRows(value=0)})
     want = int32(5, 6, 2, 3)
     assert shown(layout, form, "dsa_seqlens_expanded", int32(0, 6, 0, 0), want, [1, 0]) == [0, 6, 2, 3]
 
 
 def test_an_idle_round_is_not_judged() -> None:
     layout = target_verify(small(draft_tokens=2), 2)
-    form = OwnForm(pads={"dsa_seqlens_expanded": PadRows(value=0)})
+    form = EngineForm(pads={"dsa_seqlens_expanded": PadRows(value=0)})
     want = int32(2, 3, 2, 3)
     assert shown(layout, form, "dsa_seqlens_expanded", int32(1, 9, 9, 9), want, [0, 0]) == [2, 3, 2, 3]
 
@@ -149,7 +149,7 @@ def test_an_idle_round_is_not_judged() -> None:
 def test_a_request_that_the_engine_cannot_be_given_is_not_judged() -> None:
     layout = target_verify(small(draft_tokens=2), 2)
     want = int32(0, 0, 2, 3)
-    form = dataclasses.replace(DraftExtend.own_form(), pads={"dsa_seqlens_expanded": PadRows(value=0)})
+    form = dataclasses.replace(DraftExtend.engine_form(), pads={"dsa_seqlens_expanded": PadRows(value=0)})
     got = int32(-1, 0, 9, 3)
     assert shown(layout, form, "dsa_seqlens_expanded", got, want, [3, 1]) == [0, 0, 9, 3]
 
@@ -157,7 +157,7 @@ def test_a_request_that_the_engine_cannot_be_given_is_not_judged() -> None:
 def test_pad_rows_beside_no_request_that_the_engine_can_be_given_are_not_judged() -> None:
     layout = target_verify(small(draft_tokens=2), 2)
     want = int32(0, 0, 2, 3)
-    form = dataclasses.replace(DraftExtend.own_form(), pads={"dsa_seqlens_expanded": PadRows(value=0)})
+    form = dataclasses.replace(DraftExtend.engine_form(), pads={"dsa_seqlens_expanded": PadRows(value=0)})
     got = int32(-1, 0, 9, 9)
     assert shown(layout, form, "dsa_seqlens_expanded", got, want, [3, 0]) == [0, 0, 2, 3]
     assert shown(layout, form, "dsa_seqlens_expanded", got, want, [1, 0]) == [-1, 0, 9, 9]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from dsa_verify.judge.normalise import UNUSED, CanonicalItems
+from dsa_verify.judge.normalise import UNUSED, SortedItems
 
 DEVICE = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
 
 
 def canonical(rows: list[tuple[int, int]]) -> list[list[int]]:
-    items = CanonicalItems(torch.tensor(rows, dtype=torch.int32, device=DEVICE))
+    items = SortedItems(torch.tensor(rows, dtype=torch.int32, device=DEVICE))
     items.update()
     return items.copy.tolist()
 
