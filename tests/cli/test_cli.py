@@ -47,10 +47,10 @@ RESULT_KEYS = {
 Cli = Callable[..., tuple[int, str]]
 
 
-def test_help_needs_nothing_heavy() -> None:
-    """What makes it answer at once; how fast that is, a busy machine cannot say."""
+def test_help_needs_nothing_heavy_nor_does_what_waits_for_a_command() -> None:
+    """What makes it answer at once, and end with its child; how fast that is, a busy machine cannot say."""
     code = "import sys; sys.argv = ['x', '--help']\nfrom dsa_verify.cli.main import main\n"
-    code += "try: main()\nexcept SystemExit: pass\n"
+    code += "try: main()\nexcept SystemExit: pass\nimport dsa_verify.report.ends\n"
     code += "assert not {'torch', 'triton', 'numpy', 'rich'} & set(sys.modules), 'imported something heavy'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
