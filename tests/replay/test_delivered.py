@@ -7,7 +7,6 @@ tests start the command as a user does.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import random
@@ -20,10 +19,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import pytest
 
-from dsa_verify.base.device import settle_device
-from dsa_verify.cli import main as cli
 from dsa_verify.rounds.case_file import read_case
 from dsa_verify.run.verify import JOURNAL_ROUNDS
 
@@ -131,58 +129,19 @@ def round_of(call: int, case: Path) -> int:
     return len(before)
 
 
-@pytest.fixture(scope="module")
-def imported() -> None:
-    """What a run imports, some of it late, so that none of those below has to."""
-    for module in ("dsa_verify.cli.replay", "dsa_verify.report.ends", "dsa_verify.cli.fuzz"):
-        importlib.import_module(module)
-    from dsa_verify.contract.geometry import Geometry
-    from dsa_verify.graphs import open_backend
-    from dsa_verify.rounds.matrix import diagnostic_matrix
-    from dsa_verify.run.runner import Runner, open_run
-    from dsa_verify.systems.catalogue import get_system
-
-    backend = open_backend(settle_device("cpu"))
-    configs = diagnostic_matrix(get_system("decode"), Geometry.resolve("tiny"), rounds=1, batches=(1,))
-    run = open_run("decode", None, backend)
-    Runner(backend=backend, folder=None).matrix(configs, None, run, fault="skip_refresh")
-    assert run.findings
-
-
 @pytest.fixture
-def run(imported: None, tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> Run:
     """Runs the command in a child of this process; (what waiting for it gave, everything printed)."""
     strike_in(STRIKE, tmp_path)
 
     def run(*arguments: str, interrupt: Callable[[int], None] | None = None) -> tuple[int, str]:
-        sys.stdout.flush()
-        pid = os.fork()
-        if not pid:
-            _be_the_command(tmp_path, arguments)
+        with (tmp_path / "out").open("w") as out:
+            process = forked.start(tmp_path, arguments, out, out)
         if interrupt is not None:
-            interrupt(pid)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        return status, (tmp_path / "out").read_text()
+            interrupt(process.pid)
+        return process.wait(), (tmp_path / "out").read_text()
 
     return run
-
-
-def _be_the_command(folder: Path, arguments: tuple[str, ...]) -> None:
-    status: object = 99
-    try:
-        os.chdir(folder)
-        out = os.open(folder / "out", os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND)
-        for fd in (1, 2):
-            os.dup2(out, fd)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        cli.can_supervise = lambda: True
-        sys.argv = ["dsa-verify", *arguments]
-        cli.main()
-    except SystemExit as stop:
-        status = stop.code or 0
-    finally:
-        os._exit(status if isinstance(status, int) else 98)
 
 
 def case_of(text: str, folder: Path) -> tuple[Path, list[str]]:
