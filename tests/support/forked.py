@@ -6,7 +6,9 @@ it is the start of the interpreter, and what it imports when.
 
 from __future__ import annotations
 
+import atexit
 import importlib
+import io
 import os
 import signal
 import subprocess
@@ -69,12 +71,12 @@ def import_all() -> None:
 
 def _be_the_command(folder: Path, arguments: Sequence[str], out: IO[Any], err: IO[Any]) -> NoReturn:
     status: object = 99
+    atexit._clear()  # what this process has to clear up is not the command's
     try:
         os.chdir(folder)
         os.dup2(out.fileno(), 1)
         os.dup2(err.fileno(), 2)
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-        sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
+        sys.stdout, sys.stderr = _stream(1, "<stdout>"), _stream(2, "<stderr>", line_buffering=True)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         cli.can_supervise = lambda: True
         sys.argv = ["dsa-verify", *arguments]
@@ -87,3 +89,10 @@ def _be_the_command(folder: Path, arguments: Sequence[str], out: IO[Any], err: I
             status = STREAM_LOST
     finally:
         os._exit(status if isinstance(status, int) else 98)
+
+
+def _stream(fd: int, name: str, **options: bool) -> io.TextIOWrapper:
+    """A standard stream as an interpreter makes it."""
+    raw = io.FileIO(fd, "w", closefd=False)
+    raw.name = name
+    return io.TextIOWrapper(io.BufferedWriter(raw), **options)
