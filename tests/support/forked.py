@@ -1,4 +1,4 @@
-"""The command in a process that is forked off this one, where all that it needs is imported already.
+"""The command, or a part of a test, in a process forked off this one, where all that it needs is imported already.
 
 A process of its own like any other: its folder, its streams, its exit status and its signals. What is not tested with
 it is the start of the interpreter, and what it imports when.
@@ -13,7 +13,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -25,6 +26,7 @@ from dsa_verify.cli import main as cli
 
 ROOT = Path(__file__).parents[2]
 STREAM_LOST = 120  # Python's own status where a standard stream cannot be flushed at the end
+FAILED = 99  # no status of the command's
 
 
 class Forked:
@@ -43,11 +45,16 @@ def start(folder: Path, arguments: Sequence[str], out: IO[Any], err: IO[Any]) ->
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}"}
         return subprocess.Popen(command, cwd=folder, stdout=out, stderr=err, env=environment)
     import_all()
+    return fork(lambda: _be_the_command(folder, arguments), out, err)
+
+
+def fork(body: Callable[[], object], out: IO[Any], err: IO[Any]) -> Forked:
+    """Do `body`, and nothing else, in a child of this process, with streams of its own."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     pid = os.fork()
     if not pid:
-        _be_the_command(folder, arguments, out, err)
+        _do(body, out, err)
     return Forked(pid)
 
 
@@ -69,26 +76,34 @@ def import_all() -> None:
     assert run.findings
 
 
-def _be_the_command(folder: Path, arguments: Sequence[str], out: IO[Any], err: IO[Any]) -> NoReturn:
-    status: object = 99
-    atexit._clear()  # what this process has to clear up is not the command's
+def _be_the_command(folder: Path, arguments: Sequence[str]) -> None:
+    os.chdir(folder)
+    cli.can_supervise = lambda: True
+    sys.argv = ["dsa-verify", *arguments]
+    cli.main()
+
+
+def _do(body: Callable[[], object], out: IO[Any], err: IO[Any]) -> NoReturn:
+    status: object = FAILED
+    atexit._clear()  # what this process has to clear up is not the child's
     try:
-        os.chdir(folder)
         os.dup2(out.fileno(), 1)
         os.dup2(err.fileno(), 2)
         sys.stdout, sys.stderr = _stream(1, "<stdout>"), _stream(2, "<stderr>", line_buffering=True)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        cli.can_supervise = lambda: True
-        sys.argv = ["dsa-verify", *arguments]
-        cli.main()
-    except SystemExit as stop:
-        status = stop.code or 0
+        try:
+            body()
+            status = 0
+        except SystemExit as stop:
+            status = stop.code or 0
+        except BaseException:
+            traceback.print_exc()
         try:
             sys.stdout.flush()
         except OSError:
             status = STREAM_LOST
     finally:
-        os._exit(status if isinstance(status, int) else 98)
+        os._exit(status if isinstance(status, int) else FAILED)
 
 
 def _stream(fd: int, name: str, **options: bool) -> io.TextIOWrapper:
