@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -58,13 +59,14 @@ def test_the_same_seed_gives_the_same_rounds(steered: bool) -> None:
 
 
 def test_every_regime_can_follow_every_other() -> None:
-    for first in (
-        world := World(SYSTEMS["decode"], TINY, (4, 2), 1, coverage=Coverage(SYSTEMS["decode"], TINY, (4, 2)))
-    ).regimes:
-        for second in world.regimes:
-            for regime in (first, second):
-                world.play(regime)
-                world.check()
+    coverage = Coverage(SYSTEMS["decode"], TINY, (4, 2))
+    world = World(SYSTEMS["decode"], TINY, (4, 2), 1, coverage=coverage)
+    for regime in itertools.chain.from_iterable(itertools.product(world.regimes, repeat=2)):
+        world.play(regime)
+        world.check()
+    pairs = {key[1:]: count for key, count in coverage.visits().items() if key[0] == "regime"}
+    assert len(pairs) == len(world.regimes) ** 2
+    assert [pair for pair, count in pairs.items() if not count] == []
 
 
 def test_only_a_shared_row_is_named_twice_and_only_for_one_round() -> None:
