@@ -1,7 +1,7 @@
 """Verdicts that arrive, and what is said where none does.
 
-A run is forked off this process, where everything is imported already; that it forks in turn is what is tested. Two
-tests start the command as a user does.
+A run is forked off this process, where everything is imported already; that it forks in turn is what is tested. The
+last tests start the command as a user does.
 """
 
 from __future__ import annotations
@@ -290,6 +290,7 @@ def start(folder: Path, *command: str) -> subprocess.Popen[str]:
         return subprocess.Popen([sys.executable, "-m", *command], cwd=folder, stdout=out, stderr=out, env=environment)
 
 
+@pytest.mark.slow  # the kills below see that it has a child, and the runs above what is said of that one's end
 def test_the_command_itself_is_supervised(tmp_path: Path) -> None:
     strike_in(STRIKE, tmp_path)
     assert start(tmp_path, "dsa_verify.cli.main", "replay", *SMALL, "--subject", "mine:Exits").wait() == 1
@@ -305,6 +306,7 @@ class Wrong(mine.Decode):
 def test_wrong(dsa): dsa.verify("decode", Wrong, batches=(1,), rounds=2)
 def test_long(dsa): dsa.verify("decode", batches=(1,), rounds=1_000_000)
 """
+FORKED_BY_S = 4.0  # by then each has forked, which comes before anything heavy is imported
 VICTIMS = (
     ("dsa_verify.cli.main", "replay", "--preset", "tiny", "--fault", "skip_refresh", "--keep-going"),
     ("dsa_verify.cli.main", "fuzz", *SMALL, "--rounds", "100000000"),
@@ -323,10 +325,13 @@ def test_a_kill_at_any_moment_is_never_status_0_and_loses_no_finding(tmp_path: P
             strike_in(-WARM_UPS - 1, folder)
             (folder / "test_mine.py").write_text(TESTS)
             processes.append((folder, start(folder, *command)))
-            moments.append((time.monotonic() + draw.uniform(0.5, 8), draw.random() < 0.5))
-        for (folder, process), (moment, is_child) in sorted(zip(processes, moments, strict=True), key=lambda x: x[1]):
-            time.sleep(max(moment - time.monotonic(), 0))
+            moments.append((time.monotonic(), draw.uniform(0.5, 8), draw.random() < 0.5))
+        for (folder, process), (start_s, delay_s, is_child) in sorted(
+            zip(processes, moments, strict=True), key=lambda each: sum(each[1][:2])
+        ):
+            time.sleep(max(start_s + delay_s - time.monotonic(), 0))
             children = children_of(process.pid)
+            assert children or delay_s < FORKED_BY_S
             assert process.poll() is None, (folder / "out").read_text()
             os.kill(children[0] if is_child and children else process.pid, signal.SIGKILL)
             status = process.wait()
