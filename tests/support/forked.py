@@ -86,6 +86,7 @@ def _be_the_command(folder: Path, arguments: Sequence[str]) -> None:
 def _do(body: Callable[[], object], out: IO[Any], err: IO[Any]) -> NoReturn:
     status: object = FAILED
     atexit._clear()  # what this process has to clear up is not the child's
+    torch.set_num_threads(1)  # the others of this process are not in the child, which would wait for them
     try:
         os.dup2(out.fileno(), 1)
         os.dup2(err.fileno(), 2)
