@@ -79,10 +79,8 @@ def _runs_no_tests(config: pytest.Config) -> bool:
 
 def _end(end: End, folder: Path) -> NoReturn:
     """End this process as its child did, or should have."""
-    from dsa_verify.report.ends import end_by
-
     if end.told is not None and end.code == -end.told:
-        end_by(end.told)
+        _end_by(end.told)
     told = None
     if end.lingered:
         _say(
@@ -106,9 +104,15 @@ def _end(end: End, folder: Path) -> NoReturn:
         _say("", *lines, f"dsa-verify: the session did not come to its end; exit status {int(status)}")
         os._exit(status)
     if end.code < 0 and not end.lingered:
-        end_by(-end.code)
+        _end_by(-end.code)
     # Whatever the process did after its session, it does not better its status.
     os._exit((0 if end.lingered else end.code) or end.verdict or 0)
+
+
+def _end_by(number: int) -> None:
+    from dsa_verify.report.ends import end_by  # not for the many sessions that just end
+
+    end_by(number)
 
 
 def _say(*lines: str) -> None:

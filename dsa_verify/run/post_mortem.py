@@ -19,7 +19,6 @@ from dsa_verify.base.errors import STATUS_HARNESS, STATUS_MISMATCH, STATUS_USAGE
 from dsa_verify.contract import progress
 from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.round import Round, Scenario
-from dsa_verify.contract.round_table import complete_table
 from dsa_verify.rounds.case_file import parse_case
 from dsa_verify.run.delivered import End
 from dsa_verify.systems.catalogue import get_system
@@ -149,6 +148,8 @@ def _told(
 
 def rounds_run(record: progress.SharedProgress, head: Scenario) -> list[Round]:
     """The rounds that are still known, up to and with the one that ran; the first one if it came to none."""
+    from dsa_verify.contract.round_table import complete_table  # numpy, which an end with a verdict does not need
+
     chunks = record.chunks()
     tables = [complete_table(get_system(head.system), head.geometry, **columns) for columns in chunks]
     rounds = [round_ for table in tables for round_ in table.rounds()]

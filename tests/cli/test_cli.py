@@ -9,9 +9,10 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import forked
 import pytest
 
 from dsa_verify.base import atomic_write, version
@@ -46,10 +47,10 @@ RESULT_KEYS = {
 Cli = Callable[..., tuple[int, str]]
 
 
-def test_help_needs_nothing_heavy() -> None:
-    """What makes it answer at once; how fast that is, a busy machine cannot say."""
+def test_help_needs_nothing_heavy_nor_does_what_waits_for_a_command() -> None:
+    """What makes it answer at once, and end with its child; how fast that is, a busy machine cannot say."""
     code = "import sys; sys.argv = ['x', '--help']\nfrom dsa_verify.cli.main import main\n"
-    code += "try: main()\nexcept SystemExit: pass\n"
+    code += "try: main()\nexcept SystemExit: pass\nimport dsa_verify.report.ends\n"
     code += "assert not {'torch', 'triton', 'numpy', 'rich'} & set(sys.modules), 'imported something heavy'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -304,23 +305,14 @@ def test_a_flaky_finding_is_status_6(dsa_verify: Cli, monkeypatch: pytest.Monkey
     assert "flaky: field cache_seqlens_int32" in text
 
 
+ONE = "replay --system decode --preset tiny --batch 4 --rounds 2 --json r.json"
+
+
 def test_a_lost_device_is_status_5_and_keeps_the_results(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "dsa_verify.cli.main",
-        "replay",
-        "--system",
-        "decode",
-        "--preset",
-        "tiny",
-        "--batch",
-        "4",
-    ]
-    command += ["--fault", "lost_device", "--json", "r.json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 5, done.stdout + done.stderr
-    assert "illegal memory access" in done.stdout
+    with (tmp_path / "out").open("w") as out:
+        status = forked.start(tmp_path, (*ONE.split(), "--fault", "lost_device"), out, out).wait()
+    text = (tmp_path / "out").read_text()
+    assert (status, "illegal memory access" in text) == (5, True), text
     assert json.loads((tmp_path / "r.json").read_text())["status"] == 5
     assert list((tmp_path / "dsa-findings").glob("device-lost-*.json"))
 
@@ -333,31 +325,50 @@ def in_shell(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-# A pipe with a right run, and one with a finding: the lost device has the same pipe and harder results to keep.
-THE_SAME_AGAIN = pytest.mark.slow
-ONE = "replay --system decode --preset tiny --batch 4 --rounds 2 --json r.json"
+def piped(folder: Path, arguments: Sequence[str], *reader: str, errors_too: bool = False) -> tuple[int, str, str]:
+    """The command in a pipe with `reader`: (its exit status, what the reader writes, standard error)."""
+    with (folder / "read").open("w") as read, (folder / "err").open("w") as err:
+        reading = subprocess.Popen(reader, stdin=subprocess.PIPE, stdout=read)
+        assert reading.stdin is not None
+        with reading.stdin as pipe:
+            command = forked.start(folder, arguments, pipe, pipe if errors_too else err)
+        status = command.wait()
+        assert reading.wait() == 0
+    return status, (folder / "read").read_text(), (folder / "err").read_text()
 
 
 @pytest.mark.parametrize(
-    "line, status, said",
+    "fault, errors_too, status",
+    [((), False, 0), (("--fault", "skip_refresh"), True, 1), (("--fault", "lost_device"), False, 5)],
+)
+def test_a_reader_that_ends_early_changes_no_result(
+    tmp_path: Path, fault: tuple[str, ...], errors_too: bool, status: int
+) -> None:
+    done = piped(tmp_path, (*ONE.split(), *fault), "head", "-1", errors_too=errors_too)
+    assert (done[0], done[1].count("\n"), done[2]) == (status, 1, "")
+    assert json.loads((tmp_path / "r.json").read_text())["status"] == status
+
+
+@pytest.mark.parametrize(
+    "fault, errors_too, status, said",
     [
-        pytest.param(f"$DSA {ONE} | head -1 >first; exit ${{PIPESTATUS[0]}}", 0, "", marks=THE_SAME_AGAIN),
-        pytest.param(
-            f"$DSA {ONE} --fault skip_refresh 2>&1 | head -1 >first; exit ${{PIPESTATUS[0]}}",
-            1,
-            "",
-            marks=THE_SAME_AGAIN,
-        ),
-        (f"$DSA {ONE} >/dev/full", 0, "dsa-verify: <stdout> ends here: No space left on device\n"),
-        pytest.param(f"$DSA {ONE} --fault skip_refresh >/dev/full 2>&1", 1, "", marks=THE_SAME_AGAIN),
-        (f"$DSA {ONE} >&- 2>&-", 0, ""),
-        (f"$DSA {ONE} --fault lost_device | head -1 >first; exit ${{PIPESTATUS[0]}}", 5, ""),
+        ((), False, 0, "dsa-verify: <stdout> ends here: No space left on device\n"),
+        (("--fault", "skip_refresh"), True, 1, ""),
     ],
 )
-def test_output_that_ends_early_changes_no_result(tmp_path: Path, line: str, status: int, said: str) -> None:
-    done = in_shell(tmp_path, line)
-    assert (done.returncode, done.stderr) == (status, said)
+def test_a_full_disk_under_the_output_changes_no_result(
+    tmp_path: Path, fault: tuple[str, ...], errors_too: bool, status: int, said: str
+) -> None:
+    with Path("/dev/full").open("w") as full, (tmp_path / "err").open("w") as err:
+        done = forked.start(tmp_path, (*ONE.split(), *fault), full, full if errors_too else err).wait()
+    assert (done, (tmp_path / "err").read_text()) == (status, said)
     assert json.loads((tmp_path / "r.json").read_text())["status"] == status
+
+
+def test_a_command_without_output_still_gives_its_result(tmp_path: Path) -> None:
+    done = in_shell(tmp_path, f"$DSA {ONE} >&- 2>&-")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert json.loads((tmp_path / "r.json").read_text())["status"] == 0
 
 
 def test_an_output_that_is_there_is_kept_until_it_is_written(dsa_verify: Cli, tmp_path: Path) -> None:
@@ -373,9 +384,12 @@ def test_an_output_that_is_there_is_kept_until_it_is_written(dsa_verify: Cli, tm
 
 def test_an_output_may_be_a_pipe(tmp_path: Path) -> None:
     """Which must not be opened twice, as the reader would take the first time for all."""
-    done = in_shell(tmp_path, f"mkfifo f; cat f >piped & $DSA {ONE} --json /dev/stdout --junit f | sed 1,3d; wait")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["status"] == 0
+    os.mkfifo(tmp_path / "f")
+    with (tmp_path / "piped").open("w") as kept, subprocess.Popen(["cat", tmp_path / "f"], stdout=kept):
+        arguments = (*ONE.split(), "--json", "/dev/stdout", "--junit", "f")
+        status, read, error = piped(tmp_path, arguments, "sed", "1,3d")
+    assert status == 0, error
+    assert json.loads(read)["status"] == 0
     assert ElementTree.parse(tmp_path / "piped").getroot().tag == "testsuites"
 
 

@@ -4,6 +4,7 @@ garbage in a server's buffers can make it fail."""
 from __future__ import annotations
 
 import json
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,11 +73,9 @@ def full_rows(layout: Layout, want: dict[str, torch.Tensor], control: Control) -
     return outputs
 
 
-@every_system
-def test_what_is_right_is_equal_and_only_what_is_live_is_compared(
-    system: str, preset: str, overrides: dict[str, Any], tmp_path: Path
-) -> None:
-    """Rounds of the matrix, pad rows and dead elements included: which are dead is worked out on the host."""
+def check_what_is_right(system: str, preset: str, overrides: dict[str, Any], folder: Path) -> int:
+    """That an overlay finds the oracle's own outputs equal, in every round of the matrix, with dead elements loud;
+    how many it checked."""
     config = config_of(system, preset, overrides, ROUNDS)
     geometry, bucket = config.geometry, max(config.buckets)
     (table,) = config.chunks()
@@ -88,7 +87,7 @@ def test_what_is_right_is_equal_and_only_what_is_live_is_compared(
     want = Arena([layout.for_oracle()], DEVICE, 0).at(bucket)
     oracle = SYSTEMS[system].make_oracle()
     oracle.allocate(geometry, for_oracle, want)
-    overlay = Overlay.attach(system=system, geometry=geometry, directory=tmp_path)
+    overlay = Overlay.attach(system=system, geometry=geometry, directory=folder)
     there: dict[str, torch.Tensor] = {}
     for replayed, raw in zip(table.bucket.tolist(), table.raw.tolist(), strict=True):
         input_buffers.step(replayed)
@@ -104,6 +103,15 @@ def test_what_is_right_is_equal_and_only_what_is_live_is_compared(
     assert summary.clean, summary.text()
     assert summary.checked == table.bucket.tolist().count(bucket) > 1
     assert summary.not_compared == ()
+    return summary.checked
+
+
+@every_system
+def test_what_is_right_is_equal_and_only_what_is_live_is_compared(
+    system: str, preset: str, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    """Rounds of the matrix, pad rows and dead elements included: which are dead is worked out on the host."""
+    check_what_is_right(system, preset, overrides, tmp_path)
 
 
 def test_a_preparation_of_ones_own_writes_every_row(tmp_path: Path) -> None:
@@ -142,11 +150,25 @@ def test_a_preparation_of_ones_own_writes_every_row(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     """Kernels instead of plain torch, interpreted, and everything that is captured on a GPU captured: there a graph
-    refuses what would wait for the device, here the emulated one does."""
+    refuses what would wait for the device, here the emulated one does. How often each graph was replayed."""
+    replays: Counter[int] = Counter()
+    capture = OwnStream.capture
+
+    def counting(self: OwnStream, body: Any) -> Any:
+        number, replay = len(replays), (capture if self.cuda else capturing)(self, body)
+        replays[number] = 0
+
+        def counted() -> None:
+            replays[number] += 1
+            replay()
+
+        return counted
+
+    monkeypatch.setattr(OwnStream, "capture", counting)
     if DEVICE.type == "cuda":
-        return
+        return replays
     from dsa_verify.overlay.copies_kernel import CopyTable
 
     def copying(self: GroupedCopy, pieces: Any, device: torch.device, when: torch.Tensor | None = None) -> None:
@@ -164,18 +186,19 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Judge.__init__
     monkeypatch.setattr(Judge, "__init__", judging)
     monkeypatch.setattr(GroupedCopy, "__init__", copying)
-    monkeypatch.setattr(OwnStream, "capture", capturing)
+    return replays
 
 
 @pytest.mark.slow
 @every_system
 def test_its_work_can_be_captured(
-    system: str, preset: str, overrides: dict[str, Any], tmp_path: Path, as_on_a_gpu: None
+    system: str, preset: str, overrides: dict[str, Any], tmp_path: Path, replays: Counter[int]
 ) -> None:
-    test_what_is_right_is_equal_and_only_what_is_live_is_compared(system, preset, overrides, tmp_path)
+    checked = check_what_is_right(system, preset, overrides, tmp_path)
+    assert replays == {0: checked, 1: checked}  # what takes, and what judges
 
 
-def test_a_difference_leaves_its_evidence_in_a_graph(tmp_path: Path, as_on_a_gpu: None) -> None:
+def test_a_difference_leaves_its_evidence_in_a_graph(tmp_path: Path, replays: Counter[int]) -> None:
     """The device itself decides that it is made: of the first check that differs, and until it has been read."""
     geometry = Geometry.resolve("tiny", {"context": 20, "request_rows": 6})
     layout = SYSTEMS["decode"].layout(geometry, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+import forked
 import pytest
 
 # Module text: a right subject (the shipped one) and a wrong one, both of which a replay can load by name.
@@ -31,23 +32,11 @@ def without_hypothesis(pytester: pytest.Pytester) -> None:
 
 @pytest.fixture(scope="session")
 def imported() -> None:
-    """pytester forgets what a session within this process imported, but torch cannot be imported twice. So whatever
-    a verification imports, some of it late, is imported before the first session."""
-    from dsa_verify.base.device import choose_device
-
-    device = choose_device("auto")
+    """pytester forgets what a session within this process imported, but torch cannot be imported twice. So all
+    is imported before the first session."""
     import dsa_verify.pytest_plugin.fixture  # noqa: F401
-    from dsa_verify.contract.geometry import Geometry
-    from dsa_verify.graphs import open_backend
-    from dsa_verify.rounds.matrix import diagnostic_matrix
-    from dsa_verify.run.runner import Runner, new_result
-    from dsa_verify.systems.catalogue import get_system
 
-    backend = open_backend(device)
-    configs = diagnostic_matrix(get_system("decode"), Geometry.resolve("tiny"), rounds=1, batches=(1,))
-    run = new_result("decode", None, backend)
-    Runner(backend=backend, folder=None).matrix(configs, None, run, fault="skip_refresh")
-    assert run.findings
+    forked.import_all()
 
 
 @pytest.fixture

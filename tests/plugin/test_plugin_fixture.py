@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from dsa_verify.pytest_plugin.fixture import TEST_BATCHES, TEST_DRAFTS
 
@@ -212,8 +213,8 @@ def test_inputs_as_the_test_asks(session, pytester: pytest.Pytester) -> None:
     assert '"index_dtype": "int32"' in case.read_text()
 
 
-def test_a_lack_of_memory_fails_the_test_in_words(session, pytester: pytest.Pytester) -> None:
-    pytester.makepyfile("""
+def test_a_lack_of_memory_fails_the_test_in_words(session) -> None:
+    result = session("""
 import torch
 from dsa_verify.subjects.pipelines.basic import Decode
 
@@ -226,7 +227,6 @@ def test_greedy(dsa):
 
 def test_after(dsa): dsa.verify("decode", batches=(1,), rounds=1)
 """)
-    result = pytester.runpytest_subprocess("--dsa-preset=tiny")
     result.assert_outcomes(failed=1, passed=1)
     result.stdout.fnmatch_lines(["*out of memory, so there is no verdict about the subject: * raised *"])
 
@@ -242,7 +242,9 @@ def test_lost(dsa):
 
 def test_after(dsa): dsa.verify("decode")
 """)
-    result = pytester.runpytest_subprocess("--dsa-preset=tiny")  # on a GPU the device is really lost
+    # On a GPU the device is really lost.
+    run = pytester.runpytest_subprocess if torch.cuda.is_available() else pytester.runpytest_inprocess
+    result = run("--dsa-preset=tiny")
     result.assert_outcomes(failed=1)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(["*the rounds up to then are in dsa-findings*", "!*the device is lost: *!"])

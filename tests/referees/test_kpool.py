@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from engine_inputs import input_of, slots_of
 from referees.extend_plan import DevicePlanner, HostPlanner
 from referees.kpool import (
     Expected,
@@ -98,13 +99,12 @@ class Bench:
         check_pool_geometry(geometry)
         self.mode, self.geometry, self.batch = mode, geometry, batch
         self.n = SYSTEMS[mode].token_rows(geometry)
-        rows = np.arange(geometry.request_rows)
-        self.slots = token_slots(geometry, rows, rows % 3)
+        self.slots = slots_of(geometry)
         dtype = DTYPES[geometry.index_dtype]
         self.inputs = Inputs(
-            seq_lens=self._input((batch,), dtype),
-            req_pool_indices=self._input((batch,), dtype),
-            req_to_token=self._input(self.slots.shape, torch.int32),
+            seq_lens=input_of(geometry, (batch,), dtype)[0],
+            req_pool_indices=input_of(geometry, (batch,), dtype)[0],
+            req_to_token=input_of(geometry, self.slots.shape, torch.int32)[0],
         )
         self.inputs.req_to_token.copy_(torch.from_numpy(self.slots))
         self.accept_lens = torch.ones(batch, dtype=torch.int32, device=DEVICE) if mode == "draft_extend" else None
@@ -112,16 +112,6 @@ class Bench:
         self.oracle = WritePlan(mode, geometry, self.inputs, self.accept_lens)
         self.oracle_out = Outputs(mode, geometry, batch, rows_of_table=batch)
         self.subject_out = Outputs(mode, geometry, batch, rows_of_table=batch * self.n)
-
-    def _input(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        view = self.geometry.input_view
-        around = {"plain": shape, "offset": (shape[0] + 3, *shape[1:]), "strided": (*shape[:-1], 2 * shape[-1])}
-        memory = torch.full(around[view], -77, dtype=dtype, device=DEVICE)
-        if view == "offset":
-            return memory[3:]
-        if view == "strided":
-            return memory[::2] if len(shape) == 1 else memory[:, : shape[1]]
-        return memory
 
     def feed(self, batch: Batch) -> None:
         self.inputs.seq_lens.copy_(torch.tensor(batch.seq_lens))

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import referees
 import torch
+from engine_inputs import input_of, slots_of
 from referees.basic import expected
 
 from dsa_verify.buffers.arena import GUARD_WORD, Arena
 from dsa_verify.buffers.region import LOUD_WORD
 from dsa_verify.contract.geometry import INDEX_DTYPES, INPUT_VIEWS, Geometry
 from dsa_verify.contract.layout import Layout, Lifetime
-from dsa_verify.contract.round_table import token_slots
 from dsa_verify.contract.subject import Buffers, Inputs, Subject
 from dsa_verify.graphs import open_backend
 from dsa_verify.systems import basic
@@ -52,8 +52,7 @@ class Bench:
         self.layout = self.subject_layout.for_oracle()
         self.arena = Arena([self.layout], DEVICE, LOUD_WORD)
         self.buffers: Buffers = self.arena.at(bucket)
-        rows = np.arange(geometry.request_rows)
-        self.slots = token_slots(geometry, rows, rows % 3)
+        self.slots = slots_of(geometry)
         self.memory: list[torch.Tensor] = []
         dtype = DTYPES[geometry.index_dtype]
         self.inputs = Inputs(
@@ -67,17 +66,9 @@ class Bench:
         self.oracle.allocate(geometry, self.inputs, self.buffers)
 
     def _input(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor that lies in memory as the geometry's `input_view` says, among bytes that must not matter."""
-        view = self.geometry.input_view
-        around = {"plain": shape, "offset": (shape[0] + 3, *shape[1:]), "strided": (*shape[:-1], 2 * shape[-1])}
-        memory = torch.full(around[view], -77, dtype=dtype, device=DEVICE)
+        tensor, memory = input_of(self.geometry, shape, dtype)
         self.memory.append(memory)
-        if view == "plain":
-            return memory
-        if view == "offset":
-            return memory[3:]
-        # A table is strided by rows only (contract 0.1); a list by its elements.
-        return memory[::2] if len(shape) == 1 else memory[:, : shape[1]]
+        return tensor
 
     def feed(self, batch: Batch) -> None:
         """Writes the inputs in place and poisons the outputs, as before a replay."""

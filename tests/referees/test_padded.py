@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from engine_inputs import input_of, slots_of
 from referees.padded import expected_padded
 from support import DEVICE
 
@@ -16,7 +17,6 @@ from dsa_verify.buffers.arena import GUARD_WORD, TORCH_DTYPES, Arena
 from dsa_verify.buffers.region import LOUD_WORD
 from dsa_verify.contract.geometry import PADDED_MODES, Geometry
 from dsa_verify.contract.round import one_floor_each
-from dsa_verify.contract.round_table import token_slots
 from dsa_verify.contract.subject import Buffers, Inputs, Subject
 from dsa_verify.graphs import open_backend
 from dsa_verify.replay.compilations import count_compilations
@@ -55,27 +55,22 @@ class Bench:
     def __init__(self, subject: Subject, geometry: Geometry, bucket: int):
         self.subject, self.geometry, self.bucket = subject, geometry, bucket
         self.per_request = SYSTEMS["padded"].token_rows(geometry)
-        rows = np.arange(geometry.request_rows)
-        self.slots = token_slots(geometry, rows, rows % 3)
+        self.slots = slots_of(geometry)
         rng = np.random.default_rng(7)
         self.full_to_swa = rng.integers(-1, geometry.slots // 2, geometry.slots + 1, dtype=np.int32)
         self.full_to_swa[0], self.full_to_swa[-1] = PAD_SLOT_IN_WINDOW, -1
         dtype = TORCH_DTYPES[geometry.index_dtype]
         self.inputs = Inputs(
-            seq_lens=self._input(bucket, dtype),
-            req_pool_indices=self._input(bucket, dtype),
+            seq_lens=input_of(geometry, (bucket,), dtype)[0],
+            req_pool_indices=input_of(geometry, (bucket,), dtype)[0],
             req_to_token=torch.from_numpy(self.slots.astype(np.int32)).to(DEVICE),
-            out_cache_loc=self._input(bucket * self.per_request, torch.int64),
+            out_cache_loc=input_of(geometry, (bucket * self.per_request,), torch.int64)[0],
             full_to_swa=torch.from_numpy(self.full_to_swa).to(DEVICE),
-            replay_floors=self._input(bucket, torch.int32) if geometry.request_floors else None,
+            replay_floors=input_of(geometry, (bucket,), torch.int32)[0] if geometry.request_floors else None,
         )
         self.arena = Arena([padded(geometry, bucket)], DEVICE, LOUD_WORD)
         self.buffers = self.arena.at(bucket)
         subject.allocate(geometry, self.inputs, self.buffers)
-
-    def _input(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        step = 2 if self.geometry.input_view == "strided" else 1
-        return torch.zeros(size * step, dtype=dtype, device=DEVICE)[::step]
 
     def replay(self, batch: Batch, *, poison: bool = True) -> dict[str, np.ndarray]:
         """All fields, after padding the batch and, unless told otherwise, poisoning what was there before."""

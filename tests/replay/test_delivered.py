@@ -1,13 +1,12 @@
 """Verdicts that arrive, and what is said where none does.
 
-A run is forked off this process, where everything is imported already; that it forks in turn is what is tested. Two
-tests start the command as a user does.
+A run is forked off this process, where everything is imported already; that it forks in turn is what is tested. The
+last tests start the command as a user does.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import random
@@ -20,10 +19,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import pytest
 
-from dsa_verify.base.device import choose_device
-from dsa_verify.cli import main as cli
 from dsa_verify.rounds.case_file import read_case
 from dsa_verify.run.verify import JOURNAL_ROUNDS
 
@@ -131,58 +129,19 @@ def round_of(call: int, case: Path) -> int:
     return len(before)
 
 
-@pytest.fixture(scope="module")
-def imported() -> None:
-    """What a run imports, some of it late, so that none of those below has to."""
-    for module in ("dsa_verify.cli.replay", "dsa_verify.report.ends", "dsa_verify.cli.fuzz"):
-        importlib.import_module(module)
-    from dsa_verify.contract.geometry import Geometry
-    from dsa_verify.graphs import open_backend
-    from dsa_verify.rounds.matrix import diagnostic_matrix
-    from dsa_verify.run.runner import Runner, new_result
-    from dsa_verify.systems.catalogue import get_system
-
-    backend = open_backend(choose_device("cpu"))
-    configs = diagnostic_matrix(get_system("decode"), Geometry.resolve("tiny"), rounds=1, batches=(1,))
-    run = new_result("decode", None, backend)
-    Runner(backend=backend, folder=None).matrix(configs, None, run, fault="skip_refresh")
-    assert run.findings
-
-
 @pytest.fixture
-def run(imported: None, tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> Run:
     """Runs the command in a child of this process; (what waiting for it gave, everything printed)."""
     strike_in(STRIKE, tmp_path)
 
     def run(*arguments: str, interrupt: Callable[[int], None] | None = None) -> tuple[int, str]:
-        sys.stdout.flush()
-        pid = os.fork()
-        if not pid:
-            _be_the_command(tmp_path, arguments)
+        with (tmp_path / "out").open("w") as out:
+            process = forked.start(tmp_path, arguments, out, out)
         if interrupt is not None:
-            interrupt(pid)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        return status, (tmp_path / "out").read_text()
+            interrupt(process.pid)
+        return process.wait(), (tmp_path / "out").read_text()
 
     return run
-
-
-def _be_the_command(folder: Path, arguments: tuple[str, ...]) -> None:
-    status: object = 99
-    try:
-        os.chdir(folder)
-        out = os.open(folder / "out", os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND)
-        for fd in (1, 2):
-            os.dup2(out, fd)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        cli.can_supervise = lambda: True
-        sys.argv = ["dsa-verify", *arguments]
-        cli.main()
-    except SystemExit as stop:
-        status = stop.code or 0
-    finally:
-        os._exit(status if isinstance(status, int) else 98)
 
 
 def case_of(text: str, folder: Path) -> tuple[Path, list[str]]:
@@ -331,6 +290,7 @@ def start(folder: Path, *command: str) -> subprocess.Popen[str]:
         return subprocess.Popen([sys.executable, "-m", *command], cwd=folder, stdout=out, stderr=out, env=environment)
 
 
+@pytest.mark.slow  # the kills below see that it has a child, and the runs above what is said of that one's end
 def test_the_command_itself_is_supervised(tmp_path: Path) -> None:
     strike_in(STRIKE, tmp_path)
     assert start(tmp_path, "dsa_verify.cli.main", "replay", *SMALL, "--subject", "mine:Exits").wait() == 1
@@ -346,6 +306,7 @@ class Wrong(mine.Decode):
 def test_wrong(dsa): dsa.verify("decode", Wrong, batches=(1,), rounds=2)
 def test_long(dsa): dsa.verify("decode", batches=(1,), rounds=1_000_000)
 """
+FORKED_BY_S = 4.0  # by then each has forked, which comes before anything heavy is imported
 VICTIMS = (
     ("dsa_verify.cli.main", "replay", "--preset", "tiny", "--fault", "skip_refresh", "--keep-going"),
     ("dsa_verify.cli.main", "fuzz", *SMALL, "--rounds", "100000000"),
@@ -364,10 +325,13 @@ def test_a_kill_at_any_moment_is_never_status_0_and_loses_no_finding(tmp_path: P
             strike_in(-WARM_UPS - 1, folder)
             (folder / "test_mine.py").write_text(TESTS)
             processes.append((folder, start(folder, *command)))
-            moments.append((time.monotonic() + draw.uniform(0.5, 8), draw.random() < 0.5))
-        for (folder, process), (moment, is_child) in sorted(zip(processes, moments, strict=True), key=lambda x: x[1]):
-            time.sleep(max(moment - time.monotonic(), 0))
+            moments.append((time.monotonic(), draw.uniform(0.5, 8), draw.random() < 0.5))
+        for (folder, process), (start_s, delay_s, is_child) in sorted(
+            zip(processes, moments, strict=True), key=lambda each: sum(each[1][:2])
+        ):
+            time.sleep(max(start_s + delay_s - time.monotonic(), 0))
             children = children_of(process.pid)
+            assert children or delay_s < FORKED_BY_S
             assert process.poll() is None, (folder / "out").read_text()
             os.kill(children[0] if is_child and children else process.pid, signal.SIGKILL)
             status = process.wait()

@@ -240,11 +240,17 @@ def test_before_the_graph_nothing_is_refreshed_but_the_residual(residual: bool) 
 
 
 def test_views_of_the_static_inputs_are_the_static_inputs() -> None:
+    """With which the graph refreshes everything, and nothing is refreshed before it."""
     bench = Bench(pool_size=1)
     bench.capture(4)
     lens, requests = (bench.inputs[name] for name in INPUTS)
+    buffers = bench.buckets[4].buffers
     for pair in ((lens[:], requests.view(-1)), (lens[:2], requests[:2]), (lens.detach(), requests[:4])):
+        for tensor in buffers.values():
+            tensor.fill_(LOUD_WORD)
         bench.verify.before_replay(4, *pair)
+        assert bench.verify.forward_metadata is buffers
+        assert [name for name, tensor in buffers.items() if not (tensor == LOUD_WORD).all()] == []
 
 
 @pytest.mark.parametrize("name", INPUTS)

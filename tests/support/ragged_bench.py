@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from engine_inputs import input_of, slots_of
 from referees.ragged import expected_ragged
 from support import DEVICE
 
@@ -11,7 +12,6 @@ from dsa_verify.buffers.arena import GUARD_WORD, TORCH_DTYPES, Arena
 from dsa_verify.buffers.region import LOUD_WORD
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round
-from dsa_verify.contract.round_table import token_slots
 from dsa_verify.contract.subject import Inputs, Subject
 from dsa_verify.systems.catalogue import SYSTEMS
 from dsa_verify.systems.ragged_verify import ragged_verify
@@ -25,15 +25,13 @@ class Bench:
 
     def __init__(self, subject: Subject, geometry: Geometry, bucket: int):
         self.subject, self.geometry, self.bucket = subject, geometry, bucket
-        rows = np.arange(geometry.request_rows)
-        self.slots = token_slots(geometry, rows, rows % 3)
+        self.slots = slots_of(geometry)
         dtype = TORCH_DTYPES[geometry.index_dtype]
-        step = 2 if geometry.input_view == "strided" else 1
         self.inputs = Inputs(
-            seq_lens=torch.ones(bucket * step, dtype=dtype, device=DEVICE)[::step],
-            req_pool_indices=torch.zeros(bucket * step, dtype=dtype, device=DEVICE)[::step],
+            seq_lens=input_of(geometry, (bucket,), dtype)[0],
+            req_pool_indices=input_of(geometry, (bucket,), dtype)[0],
             req_to_token=torch.from_numpy(self.slots.astype(np.int32)).to(DEVICE),
-            verify_lens=torch.zeros(bucket * step, dtype=torch.int32, device=DEVICE)[::step],
+            verify_lens=input_of(geometry, (bucket,), torch.int32)[0],
         )
         layout = ragged_verify(geometry, bucket)
         self.arena = Arena(
