@@ -76,8 +76,8 @@ def configurations(
     drafts: Sequence[int] = (),
     fixed: frozenset[str] = frozenset(),
 ) -> list[Config]:
-    """What a run of `seed` captures; `rounds` are shared out among all. `fixed` fields of `geometry`, and the `batches`
-    and `drafts` (draft lengths) that are given, are kept to.
+    """Return what a run of `seed` captures; `rounds` are shared out among all. `fixed` fields of `geometry`, and the
+    `batches` and `drafts` (draft lengths) that are given, are kept to.
 
     Of an engine's subject only what the diagnostic matrix turns over is drawn, and of anybody's but our own no gap
     behind the rows of tables, as a copy may ask for none (contract 2.2). UsageError for what contradicts itself.
@@ -109,7 +109,7 @@ def configurations(
 
 
 def describe(config: Config) -> str:
-    """All that sets `config` apart, in words."""
+    """Return all that sets `config` apart, in words."""
     changes = ", ".join(f"{key} {value}" for key, value in config.geometry.overrides().items())
     return f"{config.geometry.preset}, buckets {list(config.buckets)}{', ' + changes if changes else ''}"
 
@@ -126,20 +126,20 @@ def _refuse(system: System, geometry: Geometry, batches: Sequence[int], fixed: f
 
 
 def _takes_huge(system: System, subject: str | None, device_type: str, fixed: frozenset[str]) -> bool:
-    """Whether more rows than 4,096 are asked of it: the pools of dcp would be too large for that, an engine may say no,
-    and a context or request rows that are fixed may leave no room."""
+    """Return whether more rows than 4,096 are asked of it: the pools of dcp would be too large for that, an engine may
+    say no, and a context or request rows that are fixed may leave no room."""
     bound = fixed & {"context", "request_rows"}
     return bool(HUGE[device_type]) and system.indexer and engine_subject(subject) is None and not bound
 
 
 def share_out(rounds: int, weights: Sequence[int]) -> list[int]:
-    """`rounds` by `weights`, all above 0: in all exactly `rounds`, the first served first where they are few."""
+    """Return `rounds` by `weights`, all above 0: in all exactly `rounds`, the first served first where they are few."""
     ends = [-(-rounds * done // sum(weights)) for done in itertools.accumulate(weights)]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def deal(values: Sequence[T], position: int, deck: str) -> T:
-    """The card at `position` of a deck of `values` that is shuffled anew each time it has been dealt."""
+    """Return the card at `position` of a deck of `values` that is shuffled anew each time it has been dealt."""
     turn, place = divmod(position, len(values))
     name = zlib.crc32(deck.encode())
     order = sorted(range(len(values)), key=lambda i: word(turn, name, Lane.CONFIGURATION, i))
@@ -162,7 +162,7 @@ class _Draw:
     kind: str
 
     def config(self) -> tuple[Geometry, tuple[int, ...]]:
-        """(geometry, buckets)."""
+        """Return (geometry, buckets)."""
         geometry = self._apply(self.base, self._context() | self._indexer())
         geometry = self._apply(geometry, self._scale(geometry))
         geometry = self._apply(geometry, dict(self.system.deal(self, geometry)) | self._schedule(geometry))
@@ -180,17 +180,18 @@ class _Draw:
 
     @property
     def _ragged(self) -> bool:
-        """Whether rounds say how many tokens each request verifies, within the token rows of a graph (contract 9)."""
+        """Return whether rounds say how many tokens each request verifies, within the token rows of a graph (contract
+        9)."""
         return "verify_lens" in self.system.lens(self.base)
 
     @property
     def engine(self) -> bool:
-        """Whether the subject is an engine's."""
+        """Return whether the subject is an engine's."""
         return engine_subject(self.subject) is not None
 
     @property
     def ours(self) -> bool:
-        """Whether the subject is a pipeline of this project."""
+        """Return whether the subject is a pipeline of this project."""
         return is_ours(self.system, self.subject)
 
     @property
@@ -199,14 +200,15 @@ class _Draw:
 
     @property
     def _turn(self) -> int:
-        """Of the decks of sizes: wide and huge ones are one a run, the others follow each other from run to run."""
+        """Return the turn of the decks of sizes: wide and huge ones are one a run, the others follow each other from
+        run to run."""
         if self.kind == "small":
             return self.seed * SMALL_CONFIGS + self.index - 1
         return self._position if self.kind == "given" else self.seed
 
     @property
     def _deck(self) -> Sequence[int]:
-        """Sizes: captured rows of wide and huge ones, requests of others."""
+        """Return the sizes: captured rows of wide and huge ones, requests of others."""
         if self.kind == "given":
             return self.batches
         return {"wide": WIDE[self.device_type], "huge": HUGE[self.device_type]}.get(self.kind, SMALL)
@@ -223,7 +225,7 @@ class _Draw:
         return geometry.replace(**{name: value for name, value in changes.items() if name not in self.fixed})
 
     def is_legal(self, geometry: Geometry, changes: Mapping[str, object]) -> bool:
-        """Whether `geometry` takes `changes` beside what is fixed."""
+        """Return whether `geometry` takes `changes` beside what is fixed."""
         try:
             self._apply(geometry, changes)
         except UsageError:
@@ -236,7 +238,7 @@ class _Draw:
     # What is captured ------------------------------------------------------------------------------------------------
 
     def _draft_length(self, geometry: Geometry, card: int) -> int:
-        """One that divides the rows that are wanted, where there is one."""
+        """Return one that divides the rows that are wanted, where there is one."""
         if not self.system.drafts:
             return 1
         usable = [n for n in self.drafts if self._usable(n, geometry)] or [min(self.drafts)]
@@ -246,16 +248,16 @@ class _Draw:
         return deal(whole or usable, self._turn, f"{self._name} {self.kind} draft_tokens")
 
     def _per_request(self, n: int, geometry: Geometry) -> int:
-        """Token rows of a request."""
+        """Return token rows of a request."""
         return self.system.token_rows(dataclasses.replace(geometry, draft_tokens=n))
 
     def _usable(self, n: int, geometry: Geometry) -> bool:
-        """Whether requests with drafts of `n` tokens fit the context, and the mode has such drafts."""
+        """Return whether requests with drafts of `n` tokens fit the context, and the mode has such drafts."""
         fits = 2 * n + geometry.pool_size <= geometry.context and self._per_request(n, geometry) > 0
         return fits and self.is_legal(geometry, {"draft_tokens": n})
 
     def _buckets(self, geometry: Geometry, card: int) -> tuple[int, ...]:
-        """The one whose turn it is, and one that it is interleaved with."""
+        """Return the one whose turn it is, and one that it is interleaved with."""
         n, most = geometry.draft_tokens, self._most(geometry)
         main, ragged = card, self._ragged
         if self._counts_rows:
@@ -304,7 +306,7 @@ class _Draw:
         return {"context": min(_CONTEXTS[self.kind], self.base.context)}
 
     def _indexer(self) -> dict[str, object]:
-        """None, one, or one over pools, where the run has not said which; huge batches always have one."""
+        """Return None, one, or one over pools, where the run has not said which; huge batches always have one."""
         base, fixed = self.base, self.fixed
         if not self.ours or base.indexer or fixed & {"indexer", "pool_size"} or not self.system.indexer:
             return {}
@@ -314,7 +316,7 @@ class _Draw:
         return self.deal("indexer", kinds if self.kind == "huge" else [{}, *kinds])
 
     def _scale(self, geometry: Geometry) -> dict[str, object]:
-        """Other pages, top-k and thresholds of a scaled-down geometry, each where the layout has them beside the
+        """Return other pages, top-k and thresholds of a scaled-down geometry, each where the layout has them beside the
         others; and of a decode the narrow table alone."""
         found: dict[str, object] = {}
         scaled = self.ours and self.base.preset in SCALED_DOWN_PRESETS
@@ -336,7 +338,7 @@ class _Draw:
         return True
 
     def _schedule(self, geometry: Geometry) -> dict[str, object]:
-        """The architecture where fields turn at it, and a schedule variant that it has."""
+        """Return the architecture where fields turn at it, and a schedule variant that it has."""
         if not self.ours or "architecture" in self.fixed:
             return {}
         if not geometry.indexer:
@@ -369,12 +371,13 @@ class _Draw:
 
 
 def _widths(geometry: Geometry) -> tuple[int, ...]:
-    """The context; narrower ones (contract 1.6), odd so that no page and no block divides it, and of whole pages."""
+    """Return the context; narrower ones (contract 1.6), odd so that no page and no block divides it, and of whole
+    pages."""
     whole = max(geometry.context // 2 // geometry.page_size, 1) * geometry.page_size
     return 0, geometry.context * 2 // 3 | 1, min(whole, geometry.context)
 
 
 def visited(config: Config) -> dict[str, Any]:
-    """For JSON: preset, buckets, and the fields of the geometry that are not as in the preset."""
+    """Return for JSON preset, buckets, and the fields of the geometry that are not as in the preset."""
     geometry = config.geometry
     return {"preset": geometry.preset, "buckets": list(config.buckets), "geometry": geometry.overrides()}

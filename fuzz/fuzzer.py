@@ -43,11 +43,11 @@ class FuzzResult:
 
     @property
     def digest(self) -> str:
-        """Of the coverage map."""
+        """Return the digest of the coverage map."""
         return self.coverage.digest()
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, without the findings and counts, which a run reports in its own way."""
+        """Return it for JSON, without the findings and counts, which a run reports in its own way."""
         return {
             "seed": self.seed,
             "rounds_requested": self.requested,
@@ -111,7 +111,7 @@ def fuzz(
 
 
 def _after(first: int, finding: Finding) -> Finding:
-    """`finding` of a stretch that began with round `first` of the run."""
+    """Return `finding` of a stretch that began with round `first` of the run."""
     seen = finding.seen_in_round
     return finding if seen is None else dataclasses.replace(finding, seen_in_round=first + seen)
 

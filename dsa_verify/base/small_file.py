@@ -40,5 +40,5 @@ def check_case(name: str | Path) -> Path:
 
 
 def cannot_be_read(path: Path, reason: str | None) -> UsageError:
-    """The error for a file of which nothing can be read."""
+    """Return the error for a file of which nothing can be read."""
     return UsageError(f"{path}: cannot be read as a case file ({reason}); give the path of a JSON text")

@@ -19,7 +19,7 @@ _AT_IMPORT: Final = functions()
 
 
 def replaced_functions(link: str) -> str:
-    """ "since dsa-verify was imported torch.ne has been replaced", behind `link`; empty if none was."""
+    """Return "since dsa-verify was imported torch.ne has been replaced", behind `link`; empty if none was."""
     # What torch itself adds later is a submodule's; a method that it inherits is replaced by adding one.
     replaced = [
         name

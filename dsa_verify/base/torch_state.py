@@ -38,7 +38,7 @@ class TorchState:
 
     @classmethod
     def now(cls) -> TorchState:
-        """A few microseconds; does not synchronise."""
+        """Return the settings as they are; it takes a few microseconds and does not synchronise."""
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         return cls(
             default_dtype=torch.get_default_dtype(),

@@ -13,7 +13,7 @@ FROM_SOURCE: Final = "from a source tree"
 
 
 def own_version() -> str:
-    """Such as "0.1.0"; with FROM_SOURCE if it is not installed."""
+    """Return the version, such as "0.1.0", with FROM_SOURCE if it is not installed."""
     try:
         return version(DISTRIBUTION)
     except PackageNotFoundError:

@@ -57,7 +57,7 @@ class Identity:
         )
 
     def change_to(self, other: Identity) -> str:
-        """The first thing that differs, in words; empty if nothing does."""
+        """Return the first thing that differs, in words; empty if nothing does."""
         for name in ("dtype", "shape", "stride", "pointer", "storage"):
             old, new = getattr(self, name), getattr(other, name)
             if old != new:
@@ -79,7 +79,7 @@ class Arena:
         self._owned = {place.key: self._tensor(place) for place in places}
 
     def at(self, bucket: int) -> Buffers:
-        """The buffers of `bucket`, aliases being views (or the very object) of what they alias."""
+        """Return the buffers of `bucket`, aliases being views (or the very object) of what they alias."""
         layout = self.layouts[bucket]
         tensors: dict[str, torch.Tensor] = {}
         for field in sorted(layout, key=lambda field: field.alias is not None):
@@ -103,7 +103,7 @@ class Arena:
         return self._whole(place)[:, : field.shape[-1]] if field.row_gap else self._whole(place).view(field.shape)
 
     def _whole(self, place: _Place) -> torch.Tensor:
-        """All memory of a buffer, as its rows with the gaps behind them."""
+        """Return all memory of a buffer, as its rows with the gaps behind them."""
         window = self._slab[place.offset : place.offset + place.bytes].view(TORCH_DTYPES[place.field.dtype])
         return window.view(place.field.rows, -1)
 
@@ -140,7 +140,7 @@ def _key(field: Field, bucket: int) -> tuple[str, int]:
 
 
 def _place(layouts: Sequence[Layout]) -> tuple[list[_Place], int]:
-    """Every buffer once, a shared one at its widest, with a guard before, between and after them."""
+    """Return every buffer once, a shared one at its widest, with a guard before, between and after them."""
     widest: dict[tuple[str, int], Field] = {}
     for layout in layouts:
         for field in layout:

@@ -21,7 +21,7 @@ def slots_at(req_to_token: torch.Tensor, drawn: Tensors, first: torch.Tensor, co
 
 
 def full_to_swa(geometry: Geometry, device: torch.device) -> torch.Tensor:
-    """Where each slot lies in the smaller pool of the sliding window; the last entry stands for none."""
+    """Return where each slot lies in the smaller pool of the sliding window; the last entry stands for none."""
     page = geometry.allocator_page
     pages = torch.arange(geometry.slots // page, device=device)
     # Any map of pages will do that keeps offsets; pages of different requests may share one. The pad slot's page is

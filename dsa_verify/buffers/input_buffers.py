@@ -100,7 +100,8 @@ class InputBuffers:
         self.reset()
 
     def reset(self) -> None:
-        """The state in which engines capture: every row a pad row (contract 0.2), no round begun."""
+        """Put the inputs into the state in which engines capture: every row a pad row (contract 0.2), no round
+        begun."""
         self._cursor.fill_(-1)
         self.round_index.fill_(-1)
         for inputs in (self._subject, self._oracle):
@@ -113,7 +114,7 @@ class InputBuffers:
         return self._memory.guards
 
     def inputs(self, bucket: int) -> tuple[Inputs, Inputs]:
-        """(subject's, oracle's) views of `bucket`."""
+        """Return (subject's, oracle's) views of `bucket`."""
         return self._view(self._subject, bucket), self._view(self._oracle, bucket)
 
     def control(self, bucket: int) -> tuple[Control, torch.Tensor]:
@@ -178,7 +179,7 @@ class InputBuffers:
         return self._current[bucket]
 
     def _move(self, rows: torch.Tensor, ordinals: torch.Tensor, origins: torch.Tensor, shared: torch.Tensor) -> None:
-        """New pages for `rows`, the first `shared` of which are those that `origins` still have."""
+        """Give new pages to `rows`, the first `shared` of which are those that `origins` still have."""
         starts = self._page_starts(ordinals)
         taken = self._oracle.req_to_token[:, :: self.geometry.allocator_page].index_select(0, origins)
         slots = self._slots(rows, torch.where(self._pages < shared[:, None], taken, starts))
@@ -186,13 +187,14 @@ class InputBuffers:
             inputs.req_to_token.index_copy_(0, rows, slots)
 
     def _page_starts(self, ordinals: torch.Tensor) -> torch.Tensor:
-        """The first slot of each page of rows of their own, int64 [rows, pages]: rounds.token_slots on the device."""
+        """Return the first slot of each page of rows of their own, int64 [rows, pages]: rounds.token_slots on the
+        device."""
         geometry = self.geometry
         ids = geometry.first_page + (ordinals[:, None] + self._pages) * PAGE_ID_MULTIPLIER % geometry.page_id_space
         return ids * geometry.allocator_page
 
     def _slots(self, rows: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """int32 [rows, token columns]; 0 of the pad request."""
+        """Return int32 [rows, token columns]; 0 of the pad request."""
         slots = (starts[:, :, None] + self._offsets).flatten(1)[:, : self.geometry.token_columns]
         return slots.to(torch.int32) * (rows != PAD_REQUEST)[:, None]
 
@@ -227,7 +229,8 @@ class InputBuffers:
         return dataclasses.replace(inputs, **self._views(inputs, bucket))
 
     def _views(self, inputs: Inputs, bucket: int) -> dict[str, torch.Tensor]:
-        """The rows of `bucket` of each input that has rows of the batch, in the order of their specifications."""
+        """Return the rows of `bucket` of each input that has rows of the batch, in the order of their
+        specifications."""
         tensors = inputs.tensors()
         return {spec.name: tensors[spec.name].narrow(spec.axis, 0, bucket * spec.rows) for spec in self._specs}
 

@@ -111,7 +111,7 @@ class InputMemory:
         return lie
 
     def _new_stride(self, least: int) -> int:
-        """The smallest from `least` on of which no stride so far is a multiple or a factor."""
+        """Return the smallest from `least` on of which no stride so far is a multiple or a factor."""
         while any(_are_multiples(least, stride) for stride in self._strides):
             least += 1
         self._strides.append(least)

@@ -46,7 +46,7 @@ class Poison:
 
 
 def plausible_words(region: Region, round_: int) -> torch.Tensor:
-    """int32 [rows, words] of in-range values that depend on round, row and column."""
+    """Return int32 [rows, words] of in-range values that depend on round, row and column."""
     rows, words = region.got.shape
     row = torch.arange(rows, device=region.got.device, dtype=torch.int64)[:, None]
     column = torch.arange(words, device=region.got.device, dtype=torch.int64)[None, :]
@@ -54,7 +54,7 @@ def plausible_words(region: Region, round_: int) -> torch.Tensor:
 
 
 def plausible_word(region: Region, round_: int, row: int, column: int) -> int:
-    """One of `plausible_words`, without making them all."""
+    """Return one of `plausible_words`, without making them all."""
     at = (torch.tensor(value, dtype=torch.int64) for value in (row, column))
     return int(_plausible(region, round_, *at))
 

@@ -82,7 +82,7 @@ def rows_are_whole(tensor: torch.Tensor) -> bool:
 
 
 def as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, whose rows are whole, as int32 [rows, words]."""
+    """Return `tensor`, whose rows are whole, as int32 [rows, words]."""
     rows = tensor.shape[0]
     columns = tensor[0].numel() if tensor.dim() > 1 and rows else 1
     return tensor.as_strided((rows, columns), (tensor.stride(0), 1)).view(torch.int32)
@@ -94,7 +94,7 @@ def field_regions(
     oracle: Mapping[str, torch.Tensor],
     control: Control,
 ) -> list[Region]:
-    """A region for each field that owns memory, in layout order. An alias is its owner's memory; the ledger sees
+    """Return a region for each field that owns memory, in layout order. An alias is its owner's memory; the ledger sees
     that it stays one."""
     return [
         _field_region(field, subject[field.name], oracle[field.name], control)
@@ -185,10 +185,10 @@ def _input_regions(name: str, got: torch.Tensor, want: torch.Tensor) -> list[Reg
 
 
 def _by_last(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` of one word an element as int32 [rows, words], a row for each of its last dimension."""
+    """Return `tensor` of one word an element as int32 [rows, words], a row for each of its last dimension."""
     return tensor.view(-1, tensor.shape[-1]).view(torch.int32)
 
 
 def private_fields(layout: Layout, regions: Sequence[Region]) -> list[Region]:
-    """The field regions that only this bucket may write: they must survive the replays of other buckets."""
+    """Return the field regions that only this bucket may write: they must survive the replays of other buckets."""
     return [region for region in regions if region.kind is Kind.FIELD and not layout[region.name].shared]

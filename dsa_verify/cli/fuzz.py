@@ -122,7 +122,8 @@ def _configs(system: System, rounds: int, options: Options, backend: Backend) ->
 
 
 def _with_the_fault(configs: Sequence[Config], rounds: int, options: Options, backend: Backend) -> list[Config]:
-    """Those of `configs` in which the fault has what it spoils, for all the rounds; UsageError if it has it in none."""
+    """Return those of `configs` in which the fault has what it spoils, for all the rounds; UsageError if it has it in
+    none."""
     found, refusals = list[Config](), list[UsageError]()
     for config in configs:
         try:

@@ -29,7 +29,8 @@ def shard_pages(geometry: Geometry) -> int:
 
 
 def check_dcp_geometry(geometry: Geometry, *, where: str = "") -> None:
-    """UsageError, with the remedy, if pages, blocks and ranks of `geometry` do not fit together (contract 8.1, 8.8)."""
+    """Raise UsageError, with the remedy, if pages, blocks and ranks of `geometry` do not fit together (contract 8.1,
+    8.8)."""
     size, block, page = geometry.dcp_size, geometry.dcp_block, geometry.page_size
     if geometry.pool_size > 1 and size > 1:
         raise UsageError(

@@ -87,7 +87,7 @@ class Finding:
 
     @property
     def loss(self) -> str | None:
-        """A line that says why the case could not be written; None if it was."""
+        """Return a line that says why the case could not be written; None if it was."""
         return None if self.not_saved is None else f"the case could not be saved: {self.not_saved}"
 
     @property
@@ -97,7 +97,7 @@ class Finding:
 
     @property
     def links(self) -> str | None:
-        """The links of `contract` as one line for people; None if there are none."""
+        """Return the links of `contract` as one line for people; None if there are none."""
         return ", ".join(self.contract) or None
 
     def to_dict(self) -> dict[str, Any]:

@@ -121,7 +121,7 @@ class Geometry:
 
     @property
     def allocator_page(self) -> int:
-        """A: tokens whose slots are consecutive and aligned (contract 0.1)."""
+        """Return A: tokens whose slots are consecutive and aligned (contract 0.1)."""
         return self.page_size * self.pool_size * self.dcp_size
 
     @property
@@ -132,22 +132,22 @@ class Geometry:
 
     @property
     def pages_per_row(self) -> int:
-        """Allocator pages that one row of `req_to_token` spans."""
+        """Return how many allocator pages one row of `req_to_token` spans."""
         return -(-self.token_columns // self.allocator_page)
 
     @property
     def page_id_space(self) -> int:
-        """Power of two that page ids are drawn below, before `first_page` is added."""
+        """Return the power of two that page ids are drawn below, before `first_page` is added."""
         return 1 << (DISJOINT_GENERATIONS * self.request_rows * self.pages_per_row - 1).bit_length()
 
     @property
     def slots(self) -> int:
-        """Token slots of the pool; every entry of `req_to_token` is below it."""
+        """Return the number of token slots of the pool; every entry of `req_to_token` is below it."""
         return (self.page_id_space + self.first_page) * self.allocator_page
 
     @classmethod
     def resolve(cls, preset: str, overrides: Mapping[str, Any] | None = None, *, where: str = "") -> Geometry:
-        """The geometry of `preset` with `overrides`; UsageError names the field, its value and the limit."""
+        """Return the geometry of `preset` with `overrides`; UsageError names the field, its value and the limit."""
         if preset not in PRESETS:
             raise UsageError(f"preset: {preset!r} is unknown; known presets: {', '.join(PRESETS)}")
         values: dict[str, Any] = dict(PRESETS[preset])
@@ -165,7 +165,7 @@ class Geometry:
         return geometry
 
     def overrides(self) -> dict[str, Any]:
-        """The fields in which this geometry differs from its preset: what a case file stores."""
+        """Return the fields in which this geometry differs from its preset: what a case file stores."""
         base = Geometry(preset=self.preset, **PRESETS[self.preset])
         return {
             field.name: getattr(self, field.name)
@@ -182,7 +182,7 @@ class Geometry:
         self._check_together(where)
 
     def _check_each(self, where: str) -> None:
-        """UsageError for a value that no other makes legal."""
+        """Raise UsageError for a value that no other makes legal."""
         limits: tuple[tuple[str, int, int], ...] = (
             ("context", 1, MAX_CONTEXT_TOKENS),
             ("page_size", 1, 1024),
@@ -231,7 +231,7 @@ class Geometry:
             raise UsageError(f"{where}architecture: {self.architecture} is not 90 or 100")
 
     def _check_together(self, where: str) -> None:
-        """UsageError for values that do not fit one another."""
+        """Raise UsageError for values that do not fit one another."""
         if self.indexer:
             if VARIANTS[self.schedule].indices is Indices.MANDATORY:
                 raise UsageError(f"{where}schedule: {self.schedule} needs indices, which no system passes; use another")
@@ -263,7 +263,7 @@ class Geometry:
 
 
 def check_pool_geometry(geometry: Geometry, *, where: str = "") -> None:
-    """UsageError, with the remedy, if `geometry` is one that pooling does not support (contract 0.3)."""
+    """Raise UsageError, with the remedy, if `geometry` is one that pooling does not support (contract 0.3)."""
     for name, low, high in (("draft_tokens", 1, MAX_DRAFT_TOKENS), ("topk", 1, MAX_TOPK)):
         value = getattr(geometry, name)
         if not low <= value <= high:

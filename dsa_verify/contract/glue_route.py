@@ -83,7 +83,7 @@ def declares_glue(conditions: GlueConditions) -> bool:
 
 
 def route(release: Release, conditions: GlueConditions) -> Route:
-    """The way that a replay's preparation takes.
+    """Return the way that a replay's preparation takes.
 
     The table lists two-batch overlap and LoRA both as excluded from glue and as having a padding-free route only; the
     stricter is taken, under which neither is ever glued.

@@ -14,12 +14,12 @@ Mode = Literal["decode", "target_verify", "draft_extend"]  # the forms of a writ
 
 
 def pooled_indexer(geometry: Geometry) -> bool:
-    """Whether the layout has a write plan, which asks more of the lengths (contract 4.2)."""
+    """Return whether the layout has a write plan, which asks more of the lengths (contract 4.2)."""
     return geometry.indexer and geometry.pool_size > 1
 
 
 def candidates(tokens: int, geometry: Geometry) -> int:
-    """C: pools that the `tokens` that a request writes can close, the columns of `write_loc` (contract 4.2)."""
+    """Return C: pools that the `tokens` that a request writes can close, the columns of `write_loc` (contract 4.2)."""
     return -(-tokens // geometry.pool_size)
 
 

@@ -112,8 +112,8 @@ class Field:
 
     @property
     def kept_rows(self) -> int:
-        """First rows that may be written at capture only: engines leave the 0 of a sum as it is, and copies never carry
-        it (contract 2.2)."""
+        """Return how many first rows may be written at capture only: engines leave the 0 of a sum as it is, and copies
+        never carry it (contract 2.2)."""
         return 1 if self.row in (Row.REQUEST_PREFIX, Row.TOKEN_PREFIX) else 0
 
     @property
@@ -136,7 +136,7 @@ class Field:
 
     @property
     def one_row_per_request(self) -> bool:
-        """True if the oracle keeps one row per request where the subject keeps N identical ones."""
+        """Return True if the oracle keeps one row per request where the subject keeps N identical ones."""
         return self.row is Row.TOKEN and self.column_step > 0 and self.live is Live.TOKENS
 
 

@@ -29,12 +29,14 @@ _CITATION: Final = re.compile(rf"\b[Cc]ontract ({_SECTION}(?:(?:, and|,| and| to
 
 
 def contract_link(section: str) -> str:
-    """The page and anchor of `section`: docs/contract/3-schedule.md#3.5 for "3.5". KeyError for an unknown chapter."""
+    """Return the page and anchor of `section`: docs/contract/3-schedule.md#3.5 for "3.5". KeyError for an unknown
+    chapter."""
     return f"{FOLDER}/{PAGES[section.partition('.')[0]]}#{section}"
 
 
 def cited_sections(text: str) -> list[str]:
-    """The sections that `text` cites, once each: of "contract 8.2 and 8.3" both, of "contract 1.1 to 1.3" the ends."""
+    """Return the sections that `text` cites, once each: of "contract 8.2 and 8.3" both, of "contract 1.1 to 1.3" the
+    ends."""
     found = [section for cited in _CITATION.findall(text) for section in re.findall(_SECTION, cited)]
     return list(dict.fromkeys(found))
 

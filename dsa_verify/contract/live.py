@@ -18,18 +18,18 @@ from dsa_verify.contract.system import System
 
 
 def owned_rows(xp: Any, system: System, geometry: Geometry, batch: Batch) -> Any:
-    """[M, B]: token rows that each batch row of the bucket owns."""
+    """Return [M, B]: token rows that each batch row of the bucket owns."""
     return batch.seq_lens * 0 + system.token_rows(geometry) if system.owns is None else system.owns(xp, batch)
 
 
 def live_tokens(system: System, batch: Batch, owned: Any) -> Any:
-    """[M, B]: positions below are read. Lengths before the draft leave out its tokens (contract 1.2, 9)."""
+    """Return [M, B]: positions below are read. Lengths before the draft leave out its tokens (contract 1.2, 9)."""
     return batch.seq_lens + owned if system.adds_draft else batch.seq_lens
 
 
 def owners(xp: Any, batch: Batch, owned: Any, token: Any) -> tuple[Any, Any]:
-    """([M, T], [M, 1]): the batch row that owns each of the token rows `token` [T] = 0..T - 1, 0 of those that nobody
-    owns, and how many are owned."""
+    """Return ([M, T], [M, 1]): the batch row that owns each of the token rows `token` [T] = 0..T - 1, 0 of those that
+    nobody owns, and how many are owned."""
     owned = xp.where(batch.row < batch.bucket, owned, owned * 0)
     rounds, rows = owned.shape
     ends = owned.cumsum(1)
@@ -42,8 +42,8 @@ def owners(xp: Any, batch: Batch, owned: Any, token: Any) -> tuple[Any, Any]:
 
 
 def live_candidates(xp: Any, system: System, geometry: Geometry, batch: Batch) -> Any:
-    """[M, B]: how many of the first columns of `write_loc` a consumer reads: the pools that a request closes with the
-    tokens that it accepts; none of a pad request, whose whole row is skipped (contract 4.2)."""
+    """Return [M, B]: how many of the first columns of `write_loc` a consumer reads: the pools that a request closes
+    with the tokens that it accepts; none of a pad request, whose whole row is skipped (contract 4.2)."""
     if not pooled_indexer(geometry):
         return batch.seq_lens * 0
     closed = closed_pools(system, geometry, batch.seq_lens, batch.lens.get("accept_lens"))

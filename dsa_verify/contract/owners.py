@@ -43,7 +43,7 @@ OwnerOf = Callable[[int], Owner | None]
 
 
 def drawn_for(geometry: Geometry) -> OwnerOf:
-    """fn(slot) -> the row that it was drawn for, which has it where nothing moved; None if it was for nobody."""
+    """Return fn(slot) -> the row that it was drawn for, which has it where nothing moved; None if it was for nobody."""
 
     def owner_of(slot: int) -> Owner | None:
         found = owner_of_slot(geometry, slot)
@@ -53,8 +53,8 @@ def drawn_for(geometry: Geometry) -> OwnerOf:
 
 
 def held_in(geometry: Geometry, table: torch.Tensor) -> OwnerOf:
-    """fn(slot) -> the rows of `req_to_token` that have it now, or else the row that it was drawn for. `table`, int32
-    [request rows, token columns], is read when the first slot is asked for."""
+    """Return fn(slot) -> the rows of `req_to_token` that have it now, or else the row that it was drawn for. `table`,
+    int32 [request rows, token columns], is read when the first slot is asked for."""
     page, drawn = geometry.allocator_page, drawn_for(geometry)
 
     @functools.cache

@@ -27,7 +27,7 @@ def write_location_dtype(geometry: Geometry) -> str:
 
 
 def check_padded_geometry(geometry: Geometry) -> None:
-    """UsageError, with the remedy, if contract 7 leaves metadata of `geometry` undefined."""
+    """Raise UsageError, with the remedy, if contract 7 leaves metadata of `geometry` undefined."""
     if geometry.padded_mode == "draft_block" and geometry.draft_tokens < 2:
         raise UsageError(
             f"draft_tokens: {geometry.draft_tokens} leaves a draft block without a token; use 2 or more, "

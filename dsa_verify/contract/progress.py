@@ -161,7 +161,7 @@ class SharedProgress(Progress):
 
     @property
     def opened(self) -> tuple[str, list[str]] | None:
-        """The case without rounds, and its options, that was open last; None if nothing was."""
+        """Return the case without rounds, and its options, that was open last; None if nothing was."""
         text = self._read(_HEAD)
         if not text:
             return None
@@ -179,13 +179,13 @@ class SharedProgress(Progress):
 
     @property
     def last_results(self) -> Any:
-        """None if there are none. Unpickling imports what they are made of."""
+        """Return the last results; None if there are none. Unpickling imports what they are made of."""
         data = self._read(_RESULTS + self.slots[_LENGTH + 5])
         return pickle.loads(data) if data else None
 
     def chunks(self) -> list[dict[str, Any]]:
-        """The columns of the last tables, two at most, the one that was being replayed last; none that was too large
-        to be kept, nor what came before it."""
+        """Return the columns of the last tables, two at most, the one that was being replayed last; none that was too
+        large to be kept, nor what came before it."""
         import numpy as np
 
         found: list[dict[str, Any]] = []
@@ -247,8 +247,8 @@ class _ByPid:
 
 
 def mark_process() -> memoryview | _ByPid:
-    """Something whose item 0 is 1 in this process, and 0 in each copy of it, however that was made. To look costs less
-    than a call of the system, which a round would have to make after each step of the subject."""
+    """Return something whose item 0 is 1 in this process, and 0 in each copy of it, however that was made. To look
+    costs less than a call of the system, which a round would have to make after each step of the subject."""
     page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         page.madvise(_MADV_WIPEONFORK)

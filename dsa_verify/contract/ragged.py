@@ -10,7 +10,7 @@ from dsa_verify.contract.geometry import Geometry
 
 
 def graph_tokens(geometry: Geometry, bucket: int) -> int:
-    """G: token rows of the graph that is captured for `bucket` request slots."""
+    """Return G: token rows of the graph that is captured for `bucket` request slots."""
     full = bucket * geometry.draft_tokens
     return min(full, geometry.graph_tokens) if geometry.graph_tokens else full
 
@@ -47,7 +47,7 @@ def check_verify_lens(geometry: Geometry, bucket: int, verify_lens: Sequence[int
 def padded_to_bucket(
     verify_lens: Sequence[int], slots: int, tokens: int, cap: int | None = None
 ) -> tuple[tuple[int, ...], int | None]:
-    """Token rows of each of `slots` request slots of a graph of `tokens` token rows, and their total.
+    """Return token rows of each of `slots` request slots of a graph of `tokens` token rows, and their total.
 
     Leftover tokens go to the pad requests, the first of them getting one more, some getting none if there are too few;
     without pad requests to the last one. `cap` cuts every row; the total is None where that leaves tokens to nobody.

@@ -52,7 +52,7 @@ class Round:
         return len(self.seq_lens)
 
     def with_remap(self, rows: Iterable[int]) -> Round:
-        """This round with `rows` moving, those that take a prefix still taking it."""
+        """Return this round with `rows` moving, those that take a prefix still taking it."""
         remap = tuple(rows)
         return dataclasses.replace(self, remap=remap, prefixes=tuple(p for p in self.prefixes if p[0] in remap))
 
@@ -76,7 +76,7 @@ class Scenario:
     name: str = ""
 
     def to_json(self) -> str:
-        """The text of the case file; `read_case` gives back an equal scenario."""
+        """Return the text of the case file; `read_case` gives back an equal scenario."""
         head: dict[str, Any] = {
             "schema": CASE_SCHEMA,
             "system": self.system,

@@ -69,16 +69,16 @@ class RoundTable:
         return len(self.bucket)
 
     def drawn(self, name: str) -> Array:
-        """The column that the static input `name` is filled from: [M, B]."""
+        """Return the column that the static input `name` is filled from: [M, B]."""
         column: Array = getattr(self, _COLUMNS.get(name, name))
         return column
 
     def rounds(self) -> list[Round]:
-        """All rows as `Round`s."""
+        """Return all rows as `Round`s."""
         return [self.round(i) for i in range(len(self))]
 
     def round(self, i: int) -> Round:
-        """Row `i` as a `Round`."""
+        """Return row `i` as a `Round`."""
         raw = int(self.raw[i])
         return Round(
             bucket=int(self.bucket[i]),
@@ -109,7 +109,7 @@ def tabulate(
     widest_bucket: int,
     remap_slots: int | None = None,
 ) -> RoundTable:
-    """The table of `rounds`; `generations` [request_rows] is advanced in place by their remaps.
+    """Return the table of `rounds`; `generations` [request_rows] is advanced in place by their remaps.
 
     `remap_slots`: request rows that may move in one round; None: as many as do in the round that moves most. UsageError
     for a round that does not fit: more rows that move, more requests than its bucket or a bucket above
@@ -170,7 +170,7 @@ def tabulate(
 
 
 def _check_fits(round_: Round, widest_bucket: int, remap_slots: int, *, where: str) -> None:
-    """UsageError for a round that the columns of a table do not hold."""
+    """Raise UsageError for a round that the columns of a table do not hold."""
     raw, moves = round_.raw_batch, len(set(round_.remap))
     if round_.bucket > widest_bucket:
         raise UsageError(f"{where}bucket: {round_.bucket} exceeds {widest_bucket}, the widest of this run; capture it")
@@ -208,7 +208,7 @@ def complete_table(
     remap_pages: Array,
     foreign: Array | None = None,
 ) -> RoundTable:
-    """A table from its drawn columns; adds what the contract derives from them (live bounds, token rows)."""
+    """Return a table from its drawn columns; adds what the contract derives from them (live bounds, token rows)."""
     widest = seq_lens.shape[1]
     batch = Batch(
         row=np.arange(widest),
@@ -250,7 +250,7 @@ def complete_table(
 
 
 def page_ordinals(geometry: Geometry, rows: Array, generations: Array) -> Array:
-    """The number of the first page of each row, by which its page ids are told from all others; below 2**31."""
+    """Return the number of the first page of each row, by which its page ids are told from all others; below 2**31."""
     return ((generations % DISJOINT_GENERATIONS) * geometry.request_rows + rows) * geometry.pages_per_row
 
 
@@ -269,8 +269,8 @@ def token_slots(geometry: Geometry, rows: Array, generations: Array) -> Array:
 
 
 def owner_of_slot(geometry: Geometry, slot: int) -> tuple[int, int, int] | None:
-    """(request row, position, generation modulo DISJOINT_GENERATIONS) for which `slot` was drawn; None if for nobody.
-    The row need not have it now, and others may have taken it in a prefix."""
+    """Return (request row, position, generation modulo DISJOINT_GENERATIONS) for which `slot` was drawn; None if for
+    nobody. The row need not have it now, and others may have taken it in a prefix."""
     page_id, offset = divmod(slot, geometry.allocator_page)
     inverse = pow(PAGE_ID_MULTIPLIER, -1, geometry.page_id_space)
     ordinal = (page_id - geometry.first_page) * inverse % geometry.page_id_space

@@ -239,7 +239,7 @@ VARIANTS: Final[dict[str, ScheduleVariant]] = {
 
 
 def variant_named(name: str) -> ScheduleVariant:
-    """The variant of that name; UsageError lists the known ones."""
+    """Return the variant of that name; UsageError lists the known ones."""
     if name not in VARIANTS:
         raise UsageError(f"schedule variant {name!r} is unknown; known variants: {', '.join(VARIANTS)}")
     return VARIANTS[name]

@@ -34,10 +34,10 @@ class StaticInput:
     columns_apart: bool = False
 
     def shape(self, batch: int) -> tuple[int, ...]:
-        """The shape for a batch of `batch` requests."""
+        """Return the shape for a batch of `batch` requests."""
         return (*self.leading, batch * self.rows, *self.item)
 
     @property
     def axis(self) -> int:
-        """The dimension that batch rows lie along."""
+        """Return the dimension that batch rows lie along."""
         return len(self.leading)

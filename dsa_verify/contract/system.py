@@ -182,7 +182,7 @@ class System:
         return oracle
 
     def capacity(self, geometry: Geometry, bucket: int) -> int:
-        """Token rows that a graph of `bucket` requests is captured with."""
+        """Return how many token rows a graph of `bucket` requests is captured with."""
         if self.graph_tokens is not None:
             return self.graph_tokens(geometry, bucket)
         return bucket * self.token_rows(geometry)
@@ -197,11 +197,12 @@ class System:
         return self.plan_start(geometry) if pooled_indexer(geometry) else 0
 
     def plan_start(self, geometry: Geometry) -> int:
-        """How far before the end of its length a request's write plan starts, where there is one (contract 4.2)."""
+        """Return how far before the end of its length a request's write plan starts, where there is one (contract
+        4.2)."""
         return self.written_back(geometry) if self.pools else 0
 
     def check_lengths(self, geometry: Geometry, seq_lens: Iterable[int], *, where: str = "") -> None:
-        """UsageError for the first length that would start its writes below position 0 (contract 4.2)."""
+        """Raise UsageError for the first length that would start its writes below position 0 (contract 4.2)."""
         shortest = self.shortest_length(geometry)
         for b, length in enumerate(seq_lens):
             if length < shortest:
@@ -211,13 +212,13 @@ class System:
                 )
 
     def pages_before_writes(self, geometry: Geometry, lengths: Any) -> Any:
-        """Whole allocator pages before the first token that a request of each length writes in a step: those that it
-        may share with another. `lengths`: an integer, or any array or tensor of them."""
+        """Return whole allocator pages before the first token that a request of each length writes in a step: those
+        that it may share with another. `lengths`: an integer, or any array or tensor of them."""
         back = self.written_back(geometry)
         return (lengths - back) * (lengths > back) // geometry.allocator_page
 
     def inputs(self, geometry: Geometry) -> tuple[StaticInput, ...]:
-        """The inputs that have rows of the batch; `req_to_token` and constants are not among them."""
+        """Return the inputs that have rows of the batch; `req_to_token` and constants are not among them."""
         index, rows = geometry.index_dtype, geometry.request_rows
         pad = self.pad_length(geometry)
         return (
@@ -227,7 +228,7 @@ class System:
         )
 
     def takes(self, geometry: Geometry, name: str) -> bool:
-        """Whether `name` is one of its inputs that have rows of the batch."""
+        """Return whether `name` is one of its inputs that have rows of the batch."""
         return any(spec.name == name for spec in self.inputs(geometry))
 
     def why_not(self, key: str) -> str:
@@ -236,5 +237,5 @@ class System:
 
 
 def of_device(presets: tuple[str, str], device_type: str) -> str:
-    """Of (on a CUDA device, on a CPU) the one for `device_type`."""
+    """Return of (on a CUDA device, on a CPU) the one for `device_type`."""
     return presets[0] if device_type == "cuda" else presets[1]

@@ -42,7 +42,7 @@ def remember_types(interpreter: ModuleType) -> None:
 
 
 def _unwrapping(core: ModuleType) -> Callable[[Any], Any]:
-    """Almost nothing that is unwrapped is a constant or holds one."""
+    """Return a cheaper way to unwrap, since almost nothing that is unwrapped is a constant or holds one."""
     original: Callable[[Any], Any] = core._unwrap_if_constexpr
     wrapping = (core.constexpr, list, tuple, core.tuple)
 

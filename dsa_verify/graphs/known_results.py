@@ -26,7 +26,8 @@ def remember(key: Hashable | None, results: Results) -> None:
 
 
 def key_of(func: Any, args: Any, kwargs: Any, device_type: str) -> Hashable | None:
-    """What the results of `func` depend on. None: more than the metadata of tensors on `device_type`, or unknown."""
+    """Return what the results of `func` depend on. None: more than the metadata of tensors on `device_type`, or
+    unknown."""
     tensors: dict[int, int] = {}
     try:
         given = _metadata((args, kwargs), tensors, device_type)
@@ -36,7 +37,7 @@ def key_of(func: Any, args: Any, kwargs: Any, device_type: str) -> Hashable | No
 
 
 def _metadata(value: Any, tensors: dict[int, int], device_type: str) -> Hashable:
-    """`tensors`: the place of each tensor seen so far, as one given twice is not two with equal metadata."""
+    """Return `tensors`: the place of each tensor seen so far, as one given twice is not two with equal metadata."""
     kind = type(value)
     if kind is torch.Tensor and value.layout is torch.strided and value.device.type == device_type:
         place = tensors.setdefault(id(value), len(tensors))

@@ -49,7 +49,7 @@ class Difference:
 
     @property
     def column(self) -> int:
-        """The element that the word belongs to."""
+        """Return the element that the word belongs to."""
         return self.word // self.region.words_per_element
 
 
@@ -97,7 +97,7 @@ class Judge:
 
     @property
     def counters(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """int64 [regions] words that differed, int64 [regions] elements compared, int32 [regions, RING_ENTRIES,
+        """Return int64 [regions] words that differed, int64 [regions] elements compared, int32 [regions, RING_ENTRIES,
         RING_COLUMNS] first differences: all that was seen, on the device."""
         return self._differing, self._compared, self._ring
 
@@ -152,7 +152,7 @@ class Judge:
 
 
 def live_words(region: Region) -> torch.Tensor:
-    """bool [rows, words]: which words of `region` a consumer may read after the round just replayed."""
+    """Return bool [rows, words]: which words of `region` a consumer may read after the round just replayed."""
     rows, words = region.got.shape
     device = region.got.device
     if region.want is None:
@@ -169,7 +169,7 @@ def live_words(region: Region) -> torch.Tensor:
 
 
 def expected_words(region: Region, live: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(what each word must be, which words must be that), both [rows, words]."""
+    """Return (what each word must be, which words must be that), both [rows, words]."""
     constant = torch.full_like(region.got, region.constant)
     if region.want is None:
         return constant, torch.ones_like(live)

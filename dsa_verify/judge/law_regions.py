@@ -66,7 +66,7 @@ class LawWatch:
 
 
 def law_of(layout: Layout, lengths: torch.Tensor) -> ScheduleLaw:
-    """The law for a schedule over `lengths`, in the form that the geometry's variant takes."""
+    """Return the law for a schedule over `lengths`, in the form that the geometry's variant takes."""
     geometry = layout.geometry
     variant = VARIANTS[geometry.schedule]
     form = scheduled(variant, lengths, clamped=False)
@@ -75,7 +75,7 @@ def law_of(layout: Layout, lengths: torch.Tensor) -> ScheduleLaw:
 
 
 def scheduled(variant: ScheduleVariant, lengths: torch.Tensor, clamped: bool) -> torch.Tensor:
-    """`lengths` as the builder of `variant` is given them: at least 1 each if `clamped`, in its dimensions."""
+    """Return `lengths` as the builder of `variant` is given them: at least 1 each if `clamped`, in its dimensions."""
     lengths = lengths.clamp(min=1) if clamped else lengths
     if lengths.dim() not in variant.context_dims:
         lengths = lengths[:, -1] if lengths.dim() == 2 else lengths.unsqueeze(1)

@@ -176,7 +176,7 @@ class ScheduleLaw:
 
     @property
     def end(self) -> int:
-        """The first column of the sentinel."""
+        """Return the first column of the sentinel."""
         return self.rows * self.step
 
     def form(self, schedule: torch.Tensor) -> list[LawBreak]:
@@ -214,7 +214,8 @@ class ScheduleLaw:
         result[1:].copy_(self._facts(wrong, rows, tiles, cuts).clamp(-_INT32_MAX, _INT32_MAX))
 
     def broken(self, result: torch.Tensor) -> list[LawBreak]:
-        """The laws that `result` says are broken, each at its first place. Reads the device, so not for a capture."""
+        """Return the laws that `result` says are broken, each at its first place. Reads the device, so not for a
+        capture."""
         first, *lines = result.tolist()
         head, facts = _Head(*first[:_HEAD_WORDS]), [_Fact(*line) for line in lines]
         return [_SENTENCES[law](self, head, fact) for law, fact in zip(_LINES, facts, strict=True) if fact.where >= 0]
@@ -356,7 +357,7 @@ class ScheduleLaw:
         return torch.stack([lines[law] for law in _LINES])
 
     def _facts(self, wrong: torch.Tensor, rows: _Rows, tiles: _Tiles, cuts: torch.Tensor) -> torch.Tensor:
-        """The lines of the result: int64 [laws, words of _Fact]."""
+        """Return the lines of the result: int64 [laws, words of _Fact]."""
         count = wrong.sum(1)
         row = wrong.to(torch.int32).argmax(1)  # the first, if any
         following = (row + 1).clamp(max=self.slots)
@@ -383,7 +384,7 @@ class ScheduleLaw:
         return "units of work" if self.is_run else "tiles"
 
     def _name(self, unit: int, split: int) -> str:
-        """A tile in words."""
+        """Return a tile in words."""
         if (unit, split) == (self.end, 0):
             return "the sentinel"
         if self.indexed:

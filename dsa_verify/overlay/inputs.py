@@ -30,7 +30,8 @@ SLOTS_REGION: Final = "req_to_token"
 
 
 def input_specs(system: System, geometry: Geometry) -> tuple[StaticInput, ...]:
-    """The inputs with rows of the batch that a server has; UsageError for a system whose outputs depend on more."""
+    """Return the inputs with rows of the batch that a server has; UsageError for a system whose outputs depend on
+    more."""
     if system.unknowable:
         raise UsageError(f"system {system.name!r}: {system.unknowable}; use dsa-verify replay")
     return system.inputs(geometry)
@@ -91,7 +92,7 @@ class LegalInputs:
         self.control = self._new_control()
 
     def limits(self, name: str) -> tuple[int, int]:
-        """The legal values of an input, both included."""
+        """Return the legal values of an input, both included."""
         return self._limits[name]
 
     def spec(self, name: str) -> StaticInput:
@@ -118,7 +119,7 @@ class LegalInputs:
             self._keep_slots_in_the_pool(self._pool)
 
     def regions(self) -> list[Region]:
-        """One an input, and one for slots that no pool has."""
+        """Return one an input, and one for slots that no pool has."""
         found = [
             Region(
                 kind=Kind.INPUT,
@@ -155,7 +156,7 @@ class LegalInputs:
         rows.masked_fill_(outside, 0)
 
     def live_ends(self) -> torch.Tensor:
-        """int64 [bucket]: positions below are read, at least the first one."""
+        """Return int64 [bucket]: positions below are read, at least the first one."""
         return (self._legal["seq_lens"].long() + self._geometry.draft_tokens).clamp(1, self._taken.rows.shape[1])
 
     # Which elements are live: the rules of contract/live.py, on the device --------------------------------------------

@@ -159,7 +159,7 @@ class Lane:
                 self.ring.thaw()
 
     def host_regions(self, evidence: Mapping[str, torch.Tensor]) -> list[Region]:
-        """The regions that the judge compared, over `evidence` on the host; those of fields only."""
+        """Return the regions that the judge compared, over `evidence` on the host; those of fields only."""
         control = Control(**{name: evidence[name] for name in _control(self.legal.control)})
         got = {field.name: evidence[f"got.{field.name}"] for field in self.judged}
         want = {field.name: evidence[f"want.{field.name}"] for field in self.judged}
@@ -222,7 +222,8 @@ class Lane:
     def _exchanges(
         self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
     ) -> Iterator[list[Piece]]:
-        """The pieces that take everything from the server, that collect what its preparation made, that restore it."""
+        """Yield the pieces that take everything from the server, that collect what its preparation made, that restore
+        it."""
         take = [Piece.of(to, inputs[name]) for name, to in self.taken.values.items()]
         columns = self.taken.rows.shape[1]
         take.append(Piece.of(self.taken.rows, inputs["req_to_token"][:, :columns], inputs["req_pool_indices"]))
@@ -336,7 +337,7 @@ class Lane:
 
 
 def _judged(layout: Layout, names: tuple[str, ...] | None) -> Layout:
-    """The fields of `layout` that are compared; a view whose owner is not among them is compared as itself."""
+    """Return the fields of `layout` that are compared; a view whose owner is not among them is compared as itself."""
     unknown = [name for name in names or () if name not in layout]
     if unknown or names == ():
         raise UsageError(
@@ -347,7 +348,8 @@ def _judged(layout: Layout, names: tuple[str, ...] | None) -> Layout:
 
 
 def _separate(judged: Layout, outputs: Mapping[str, torch.Tensor]) -> Layout:
-    """A field that is no view of what the contract has it alias is compared as itself: a server may keep them apart."""
+    """Return `judged` without aliases that are no views in `outputs`: a server may keep them apart, and each is then
+    compared as itself."""
     fields = tuple(
         dataclasses.replace(field, alias=None)
         if field.alias is not None and no_view(field, outputs[field.name], outputs[field.alias])

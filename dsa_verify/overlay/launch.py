@@ -33,7 +33,8 @@ class OwnStream:
             self._done.record(self._stream)
 
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
-        """`body` as a graph of this pool, run once before; synchronises. Replay it on any stream, one after another."""
+        """Return `body` as a graph of this pool, run once before; synchronises. Replay it on any stream, one after
+        another."""
         if not self.cuda:
             return body
         torch.cuda.synchronize(self.device)
@@ -64,7 +65,8 @@ class OwnStream:
         return None
 
     def before_taking(self) -> torch.cuda.Stream | None:
-        """The server's stream, which waits until the copies of the check before have been judged: a wait on the device.
+        """Return the server's stream, which waits until the copies of the check before have been judged: a wait on the
+        device.
 
         None on a CPU. Who takes hands it to `after_taking`: looking it up again costs as much as a launch.
         """
@@ -75,7 +77,7 @@ class OwnStream:
         return server
 
     def after_taking(self, server: torch.cuda.Stream | None, judge: Callable[[], None]) -> None:
-        """`judge` what `server`, the current stream, has just taken, beside whatever it does next."""
+        """Let `judge` look at what `server`, the current stream, has just taken, beside whatever it does next."""
         if server is None:
             judge()
             return
@@ -158,7 +160,7 @@ class Facts:
         self._said = torch.zeros(1, dtype=torch.int64, device=device)
 
     def send(self, number: int, raw: int) -> None:
-        """Onto the current stream, without waiting: both travel in the argument of one small kernel."""
+        """Send both onto the current stream, without waiting: they travel in the argument of one small kernel."""
         self._said.fill_(number << _RAW_BITS | raw)
 
     def read(self) -> None:

@@ -443,7 +443,7 @@ def _capturing() -> str | None:
 
 
 def _reason(error: Exception) -> str:
-    """One short line."""
+    """Return one short line."""
     lines = str(error).splitlines() or [""]
     known = isinstance(error, UsageError) or type(error).__name__ == "ReferenceFailed"
     text = lines[0] if known else f"{type(error).__name__}: {lines[0]}"

@@ -114,7 +114,7 @@ class CaptureRing:
 
     @property
     def frozen(self) -> torch.Tensor:
-        """int32 [1]: nothing is recorded while it is not 0."""
+        """Return int32 [1]: nothing is recorded while it is not 0."""
         return self._frozen
 
     def save(self, store: torch.Tensor, cursor: torch.Tensor, folder: Path, *, found: str | None = None) -> Dump:
@@ -138,7 +138,7 @@ class CaptureRing:
         number: torch.Tensor,
         raw: torch.Tensor,
     ) -> Callable[[], None]:
-        """A body that records `values` of a round of `layout`: asynchronous and capturable.
+        """Return a body that records `values` of a round of `layout`: asynchronous and capturable.
 
         `request_map`: int32 [rows, columns]. `index`: int64 [bucket], the legal rows of it that belong to the batch
         rows. `ends`: int32 [bucket], live tokens of each, 0 for pad rows. `number`, `raw`: int64 [1] on the device.
@@ -207,7 +207,7 @@ class CaptureRing:
         return body
 
     def _read(self, store: torch.Tensor, cursor: int) -> list[Recorded]:
-        """The rounds that were recorded, the oldest first."""
+        """Return the rounds that were recorded, the oldest first."""
         count = min(cursor, self.rounds)
         rows = store[: self.rounds].roll(-(cursor % self.rounds), 0)[self.rounds - count :].numpy()
         found = []

@@ -74,7 +74,7 @@ def to_case(
     found: str | None = None,
     limit_bytes: int = MAX_CASE_BYTES,
 ) -> Dump:
-    """The latest of `recorded`, oldest first, of which the text of a case takes no more than `limit_bytes`.
+    """Return the latest of `recorded`, oldest first, of which the text of a case takes no more than `limit_bytes`.
 
     UsageError if there are none, or if the last one alone does not fit.
     """

@@ -91,7 +91,7 @@ class Shared:
         return made
 
     def ring_for(self, bucket: int) -> CaptureRing | None:
-        """The ring, if it has room for rounds of `bucket`."""
+        """Return the ring, if it has room for rounds of `bucket`."""
         return self.ring if self.ring is not None and bucket <= self.ring.widest else None
 
     def ask_for_kept(self) -> None:

@@ -48,7 +48,7 @@ class Sources:
 
     @classmethod
     def of_inputs(cls, layout: Layout, source: Any, paths: Mapping[str, str] | None = None) -> Sources:
-        """The inputs of `layout`, each in its first rows for this bucket. UsageError lists all that is wrong."""
+        """Return the inputs of `layout`, each in its first rows for this bucket. UsageError lists all that is wrong."""
         system = get_system(layout.system)
         wanted = [
             _Wanted(
@@ -67,7 +67,7 @@ class Sources:
 
     @classmethod
     def of_outputs(cls, layout: Layout, source: Any, paths: Mapping[str, str] | None = None) -> Sources:
-        """The fields of `layout`. UsageError lists all that is missing or of another shape or dtype."""
+        """Return the fields of `layout`. UsageError lists all that is missing or of another shape or dtype."""
         wanted = [
             _Wanted(name=field.name, path=_path(paths, field.name), wrong=_wrong_field(field.shape, field.dtype))
             for field in layout

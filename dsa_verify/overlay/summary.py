@@ -45,19 +45,19 @@ class Summary:
 
     @property
     def clean(self) -> bool:
-        """True if there was a check, every check that was due took place, and none found anything."""
+        """Return True if there was a check, every check that was due took place, and none found anything."""
         return bool(self.checked) and not (self.mismatches or self.address_changes or self.could_not_run)
 
     @property
     def status(self) -> int:
-        """The exit status that this has earned: that of a mismatch, of nothing verified, or 0."""
+        """Return the exit status that this has earned: that of a mismatch, of nothing verified, or 0."""
         if self.mismatches or self.address_changes:
             return STATUS_MISMATCH
         return STATUS_EQUAL if self.checked else STATUS_NOTHING_VERIFIED
 
     @property
     def verdict(self) -> str:
-        """The verdict in a few words; "all equal" only if `clean`."""
+        """Return the verdict in a few words; "all equal" only if `clean`."""
         if self.mismatches or self.address_changes:
             return f"{self.mismatches} mismatches"
         if not self.checked:
@@ -65,7 +65,7 @@ class Summary:
         return "INCOMPLETE" if self.could_not_run else "all equal"
 
     def text(self) -> str:
-        """A few lines for a log."""
+        """Return a few lines for a log."""
         lines = [
             f"overlay of {self.system}, rank {self.rank}: {self.verdict}: {self.checked} checked of {self.replays} "
             f"replays, {self.mismatches} mismatches"

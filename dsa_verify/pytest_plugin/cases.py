@@ -28,7 +28,7 @@ FixtureOf = Callable[[pytest.Session], "DsaFixture"]
 
 
 def parse_folder(text: str) -> str:
-    """The value of the option; a variable that is not set must not stand for the current folder."""
+    """Return the value of the option; a variable that is not set must not stand for the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("the name is empty; give a folder of case files")
     return text

@@ -183,8 +183,8 @@ class DsaFixture:
 
 
 def with_hard_forms(configs: Sequence[Config], fixed: frozenset[str]) -> list[Config]:
-    """`configs`, so few of which may not go through all forms of the inputs that a stride or a dtype which is ignored
-    stays unseen: then the last of them, or a second one, has HARD_FORMS, but for those that are `fixed`."""
+    """Return `configs`, so few of which may not go through all forms of the inputs that a stride or a dtype which is
+    ignored stays unseen: then the last of them, or a second one, has HARD_FORMS, but for those that are `fixed`."""
     forms = {name: form for name, form in HARD_FORMS.items() if name not in fixed}
     if all(any(getattr(config.geometry, name) == form for config in configs) for name, form in forms.items()):
         return list(configs)
@@ -222,8 +222,8 @@ def failure_text(run: RunResult) -> str:
 
 
 def reproduce_line(finding: Finding, rerun: str, directory: Path) -> str:
-    """The command that, typed in `directory`, shows `finding` again: the replay of its case, or `rerun` where no other
-    process can make the subject (a local class has no name to be loaded by)."""
+    """Return the command that, typed in `directory`, shows `finding` again: the replay of its case, or `rerun` where no
+    other process can make the subject (a local class has no name to be loaded by)."""
     if finding.reproduce is None or "<" in finding.subject:
         return rerun
     module = finding.subject.partition(":")[0]

@@ -52,7 +52,7 @@ def begin_to_verify() -> None:
 
 
 def hand_over(config: pytest.Config) -> None:
-    """The last step of a session: its exit status, and the threads that will keep the process."""
+    """Hand over as the last step of a session: its exit status, and the threads that will keep the process."""
     record = progress.current()
     session = config.stash.get(SESSION, None)
     if config is _guarded and session is not None and isinstance(record, progress.SharedProgress):
@@ -125,7 +125,7 @@ def _say(*lines: str) -> None:
 
 
 def left_cases(folder: Path) -> Iterable[Path]:
-    """The cases in `folder` of processes that ended while they ran them, under names that say so."""
+    """Yield the cases in `folder` of processes that ended while they ran them, under names that say so."""
     for path in sorted(folder.glob("running-*.json")):
         pid = path.stem.partition("-")[2]
         try:

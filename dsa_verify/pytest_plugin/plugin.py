@@ -263,7 +263,7 @@ def _sentence(finding: Finding) -> str:
 
 
 def _rerun(config: pytest.Config) -> str:
-    """The command that runs the current test again with the options that decide what it sees."""
+    """Return the command that runs the current test again with the options that decide what it sees."""
     file, colons, test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0].partition("::")
     file = os.path.relpath(config.rootpath / file, config.invocation_params.dir)
     options = {
@@ -323,7 +323,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _check_gpu(device: str) -> None:
-    """pytest.UsageError if the GPU that was asked for by name is not there: said once, and not by each test."""
+    """Raise pytest.UsageError if the GPU that was asked for by name is not there: said once, and not by each test."""
     if not device.startswith("cuda"):
         return
     from dsa_verify.base.device import check_there
@@ -411,7 +411,7 @@ def _beyond(seen: Seen) -> str:
 
 
 def _summary(seen: Seen) -> Iterator[str]:
-    """The lines of the section; the last one says what to type next."""
+    """Yield the lines of the section; the last one says what to type next."""
     yield f"{seen.rounds} round(s) checked, {len(seen.findings)} finding(s){_beyond(seen)}"
     for sentence, reproduce in seen.findings[:MAX_LISTED_FINDINGS]:
         yield sentence

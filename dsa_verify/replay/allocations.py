@@ -30,7 +30,7 @@ class Allocations(TorchDispatchMode):
         return result
 
     def kept(self) -> list[tuple[str, int]]:
-        """(operation, bytes) of each noted storage that somebody still holds."""
+        """Return (operation, bytes) of each noted storage that somebody still holds."""
         if self._alive():
             gc.collect()  # what only a cycle still holds is not kept by anybody
         return self._alive()

@@ -73,7 +73,7 @@ class Judges:
             yield self.repeat
 
     def tally(self) -> Tally:
-        """What all of them have seen; synchronises."""
+        """Return what all of them have seen; synchronises."""
         seen = [judge.poll() for judge in self]
         differing: Counter[Region] = Counter()
         for tally in seen:
@@ -98,16 +98,16 @@ class Shown:
 
     @property
     def righted(self) -> dict[str, torch.Tensor]:
-        """By field that a waiver covers words of, the copy."""
+        """Return by field that a waiver covers words of, the copy."""
         return {words.waiver.field: words.copy for words in self.waived}
 
     @property
     def copies(self) -> dict[str, torch.Tensor]:
-        """By field that is not shown as it lies in memory, what is shown instead."""
+        """Return by field that is not shown as it lies in memory, what is shown instead."""
         return {name: form.copy for name, form in self.forms.items()} | self.righted
 
     def remember(self) -> None:
-        """What lies there before the replay; asynchronous and capturable."""
+        """Remember what lies there before the replay; asynchronous and capturable."""
         for words in self.waived:
             words.remember()
 
@@ -126,7 +126,7 @@ class Shown:
 
 
 def nothing() -> None:
-    """The launch of a judge that has nothing to look at."""
+    """Launch nothing: the judge has nothing to look at."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -168,12 +168,12 @@ class CapturedBucket:
 
     @property
     def waived(self) -> tuple[WaivedWords, ...]:
-        """The words that waivers cover."""
+        """Return the words that waivers cover."""
         return self.shown.waived
 
     @property
     def judged_fields(self) -> list[Region]:
-        """The fields that every replay is judged by, as they are shown."""
+        """Return the fields that every replay is judged by, as they are shown."""
         return [region for region in self.judges.replay.regions if region.kind is Kind.FIELD]
 
     def judge_private_if_due(self) -> None:
@@ -182,12 +182,12 @@ class CapturedBucket:
             self.judge_private()
 
     def identities(self) -> dict[str, Identity]:
-        """What each output is now."""
+        """Return what each output is now."""
         outputs = current_outputs(self.subject, self.buffers)
         return {field.name: Identity.of(outputs[field.name]) for field in self.layout if field.name in outputs}
 
     def pointers_hold(self) -> bool:
-        """Whether each output lies where it did: the cheap half of `address_changes`."""
+        """Return whether each output lies where it did: the cheap half of `address_changes`."""
         outputs = current_outputs(self.subject, self.buffers)
         for name, identity in self.ledger.items():
             tensor = outputs.get(name)
@@ -196,7 +196,7 @@ class CapturedBucket:
         return True
 
     def address_changes(self, round_: int) -> list[AddressChange]:
-        """What differs from the ledger after round `round_`."""
+        """Return what differs from the ledger after round `round_`."""
         now = self.identities()
         changes = {
             name: identity.change_to(now[name]) if name in now else "the output is gone"
@@ -209,7 +209,7 @@ class CapturedBucket:
         ]
 
     def keep_first_replay(self, round_index: torch.Tensor) -> FirstReplay:
-        """What compares a second replay with the first, which has just been judged."""
+        """Return what compares a second replay with the first, which has just been judged."""
         if self.first_replay is None:
             regions, device = self.judges.replay.regions, round_index.device
             self.first_replay = FirstReplay(regions, self.waived, device, round_index)
@@ -225,6 +225,6 @@ class CapturedBucket:
 
 
 def host_copy(buffers: Buffers) -> dict[str, torch.Tensor]:
-    """The tensors of `buffers` on the CPU as they are now, float32 as the int32 of its bits."""
+    """Return the tensors of `buffers` on the CPU as they are now, float32 as the int32 of its bits."""
     copies = {name: tensor.cpu().clone() for name, tensor in buffers.items()}
     return {name: copy.view(torch.int32) if copy.dtype is torch.float32 else copy for name, copy in copies.items()}

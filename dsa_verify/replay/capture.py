@@ -64,7 +64,7 @@ class HarnessGraphs:
         self._bodies: list[Callable[[], None]] = []
 
     def of(self, body: Callable[[], None]) -> Callable[[], None]:
-        """What does `body`, which may have been run once then: the caller undoes what it wrote."""
+        """Return what does `body`, which may have been run once then: the caller undoes what it wrote."""
         if self._device.type != "cuda":
             return body
         body()  # compile outside the capture
@@ -84,7 +84,7 @@ class HarnessGraphs:
         return lambda phase: graphs[phase]()
 
     def if_any(self, judge: Judge, body: Callable[[], None]) -> Callable[[], None]:
-        """`of(body)`, or nothing where `judge` has nothing to look at."""
+        """Return `of(body)`, or nothing where `judge` has nothing to look at."""
         return self.of(body) if judge.regions else nothing
 
 
@@ -260,7 +260,7 @@ class Capture:
         )
 
     def _ready_names(self, subject: Subject, bucket: int) -> tuple[str, ...]:
-        """The fields that `subject` says are ready before the graph replays."""
+        """Return the fields that `subject` says are ready before the graph replays."""
         names = getattr(subject, "ready_before_graph", ())
         fields = [field.name for field in self.system.layout(self.geometry, bucket)]
         unknown = [names] if isinstance(names, str) else [name for name in names if name not in fields]
@@ -272,7 +272,7 @@ class Capture:
     def _captured(
         self, sides: _Sides, shown: Shown, judges: Judges, laws: LawWatch, poison: Poison, memory: list[Region]
     ) -> CapturedBucket:
-        """The bucket with what the harness launches in it, captured in the order in which it is listed."""
+        """Return the bucket with what the harness launches in it, captured in the order in which it is listed."""
         bucket, input_buffers, graphs = sides.layout.bucket, self.input_buffers, self.graphs
 
         def prepare() -> None:

@@ -32,7 +32,7 @@ class Compilation:
 
     @property
     def sentence(self) -> str:
-        """Which kernel was compiled, and what for."""
+        """Return which kernel was compiled, and what for."""
         if self.before is None:
             return f"{self.kernel} was compiled for the first time, which the warm-up had not done"
         changed = [name for name, text in self.arguments.items() if self.before.get(name) != text]
@@ -48,8 +48,8 @@ _now: Callable[[], tuple[int, int]] | None = None
 
 
 def count_compilations() -> Callable[[], int]:
-    """A function that returns how many kernels this process has compiled since the first call of this one, but for the
-    harness's own.
+    """Return a function that returns how many kernels this process has compiled since the first call of this one, but
+    for the harness's own.
 
     Under the interpreter, or without Triton, nothing is ever compiled and the count stays 0.
     """
@@ -62,7 +62,7 @@ def count_compilations() -> Callable[[], int]:
 
 
 def since(count: int) -> list[Compilation]:
-    """What was compiled after there were `count`."""
+    """Return what was compiled after there were `count`."""
     return _seen[count:]
 
 
@@ -106,8 +106,8 @@ def _distance(one: Mapping[str, str], other: Mapping[str, str]) -> int:
 
 
 def _arguments(function: Any, compiled: Mapping[str, Any]) -> dict[str, str]:
-    """By argument, then by option, the class of values that a form is made for; of what this Triton does not tell,
-    nothing."""
+    """Return by argument, then by option, the class of values that a form is made for; of what this Triton does not
+    tell, nothing."""
     signature, constants = compiled.get("signature") or {}, compiled.get("constants") or {}
     attributes = (compiled.get("configs") or [{}])[0] or {}
     declared = {param.name: bool(param.is_constexpr) for param in getattr(function, "params", None) or ()}

@@ -97,7 +97,7 @@ class RankRun:
             self._judge.launch(Phase.REPLAY)
 
     def report(self) -> RankReport:
-        """What the judge has seen; synchronises."""
+        """Return what the judge has seen; synchronises."""
         tally = self._judge.poll()
         line = f"{tally.compared} elements compared, {tally.count()} words differ"
         if tally.first:
@@ -113,7 +113,8 @@ class RankRun:
         self._graph = None
 
     def _regions(self, layout: Layout, inputs: Inputs, buffers: Mapping[str, torch.Tensor]) -> list[Region]:
-        """What this rank writes, the prefix, the merge against that of rank 0 bit by bit, the guards and the inputs."""
+        """Return what this rank writes, the prefix, the merge against that of rank 0 bit by bit, the guards and the
+        inputs."""
         others = tuple(f"rank{rank}_" for rank in range(self._geometry.dcp_size) if rank != self._rank)
         own = tuple(field for field in layout if not field.name.startswith(others))
         control, _ = self._input_buffers.control(self._bucket)
@@ -150,7 +151,7 @@ class RankRun:
         buffers["rank0_kv_pool"][0].zero_()
 
     def _expect_prefix(self) -> None:
-        """The prefix from the oracle's pools, token by token in eager torch."""
+        """Make the prefix from the oracle's pools, token by token in eager torch."""
         inputs, size, block = self._oracle_inputs, self._geometry.dcp_size, self._geometry.dcp_block
         starts, lengths = prefix_ranges(inputs.seq_lens)
         request = torch.repeat_interleave(torch.arange(self._bucket, device=self._device), lengths)
@@ -168,7 +169,7 @@ class RankRun:
             torch.distributed.broadcast(first, src=0)
 
     def _capture(self) -> torch.cuda.CUDAGraph | None:
-        """The step as one graph; None on a CPU, where it is run eagerly instead."""
+        """Return the step as one graph; None on a CPU, where it is run eagerly instead."""
         self._input_buffers.reset()
         if self._device.type != "cuda":
             return None

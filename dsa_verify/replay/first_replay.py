@@ -62,7 +62,7 @@ def _copy_of(words: torch.Tensor) -> torch.Tensor:
 
 
 def _against(region: Region, copy: torch.Tensor) -> Region:
-    """`region`, of which every word that was looked at must be what `copy` holds."""
+    """Return `region`, of which every word that was looked at must be what `copy` holds."""
     changes: dict[str, object] = {"want": copy, "want_per_request": False}
     if region.dead is Dead.PAD or region.want is None:
         changes |= {"live_bound": None, "live_rows": None}

@@ -34,12 +34,12 @@ class Observation:
 
     @property
     def tallies(self) -> dict[int, Tally]:
-        """What the judges have seen, by bucket."""
+        """Return what the judges have seen, by bucket."""
         return {bucket: seen.tally for bucket, seen in self.buckets.items()}
 
     @property
     def first_wrong_round(self) -> int | None:
-        """The number of the first round in which anything was seen to be wrong; None if nothing was."""
+        """Return the number of the first round in which anything was seen to be wrong; None if nothing was."""
         rounds = [difference.round for seen in self.buckets.values() for difference in seen.tally.first]
         rounds += [change.round for change in self.address_changes]
         rounds += [wrong.round for wrong in self.wrong_routes]
@@ -47,8 +47,8 @@ class Observation:
 
     @property
     def to_explain(self) -> list[tuple[int, int, WaivedWords]]:
-        """(first round, bucket, words) where a waiver has covered words of which it is not known yet whether they are
-        what it is for, earliest first."""
+        """Return (first round, bucket, words) where a waiver has covered words of which it is not known yet whether
+        they are what it is for, earliest first."""
         found = [
             (seen.first_round, bucket, words)
             for bucket, each in self.buckets.items()

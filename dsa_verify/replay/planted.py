@@ -85,7 +85,7 @@ def require_sight(replayer: Replayer) -> None:
 
 
 def _planted(captured: CapturedBucket, words: Collection[_Word]) -> Seen:
-    """What the judges see while `words` are wrong."""
+    """Return what the judges see while `words` are wrong."""
     try:
         for word in words:
             _write(word.region.got, word.row, word.word, word.made)
@@ -113,7 +113,7 @@ def _look(captured: CapturedBucket) -> Seen:
 
 
 def _hold(captured: CapturedBucket, words: Collection[_Word], untouched: Seen, planted: Seen) -> None:
-    """HarnessError unless each judge that looks at `words` has seen them, and no other."""
+    """Raise HarnessError unless each judge that looks at `words` has seen them, and no other."""
     memory = {_key(word.region): word.region for word in words}
     expected: dict[object, list[_Word]] = defaultdict(list)
     for word in words:
@@ -153,7 +153,7 @@ def _check_seen(
 
 
 def _key(region: Region) -> object:
-    """What the regions of one memory have in common: of a field the judge may be shown a copy."""
+    """Return what the regions of one memory have in common: of a field the judge may be shown a copy."""
     return region.name if region.kind is Kind.FIELD else id(region)
 
 
@@ -170,7 +170,7 @@ def _description(word: _Word) -> str:
 
 
 def _suspects() -> str:
-    """What is known of a cause, and what is not."""
+    """Return what is known of a cause, and what is not."""
     return f"no verdict can be drawn; the subject may have changed functions of torch{replaced_functions(': ')}"
 
 
@@ -178,7 +178,7 @@ def _suspects() -> str:
 
 
 def _fields(captured: CapturedBucket) -> list[_Word]:
-    """One live word of every field that has one, each where no other is."""
+    """Return one live word of every field that has one, each where no other is."""
     words: dict[int, _Word] = {}
     for name, region in captured.fields.items():
         compare = captured.layout[name].compare
@@ -190,7 +190,7 @@ def _fields(captured: CapturedBucket) -> list[_Word]:
 
 
 def _surroundings(captured: CapturedBucket) -> list[_Word]:
-    """A word of a guard, of an input, and of a constant input if there is one."""
+    """Return a word of a guard, of an input, and of a constant input if there is one."""
     first: dict[tuple[int, Kind], Region] = {}
     for number, judge in enumerate(captured.judges):
         for region in judge.regions:
@@ -200,7 +200,7 @@ def _surroundings(captured: CapturedBucket) -> list[_Word]:
 
 
 def _place(region: Region, compare: Compare, shown: object) -> tuple[int, int] | None:
-    """(row, word) of the last live element; None if there is none that is judged."""
+    """Return (row, word) of the last live element; None if there is none that is judged."""
     rows, words = region.got.shape
     if compare is Compare.ITEMS:
         return (0, 0)  # what stands below the head is in no order
@@ -228,7 +228,7 @@ def _address(words: torch.Tensor, row: int, word: int) -> int:
 
 
 def _all(words: torch.Tensor) -> Sequence[int]:
-    """What a vector of int32 holds."""
+    """Return what a vector of int32 holds."""
     if words.is_cuda:
         listed: list[int] = _Tensor.tolist(words)
         return listed

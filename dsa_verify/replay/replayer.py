@@ -178,7 +178,7 @@ class Replayer:
                 captured.judge_private_if_due()
 
     def poll(self) -> dict[int, Tally]:
-        """What the judges have seen, by bucket; synchronises."""
+        """Return what the judges have seen, by bucket; synchronises."""
         self._slots[progress.STAGE] = progress.DEVICE
         with device_errors():
             tallies = {}
@@ -189,7 +189,7 @@ class Replayer:
         return tallies
 
     def observe(self) -> Observation:
-        """What was seen so far; synchronises."""
+        """Return what was seen so far; synchronises."""
         tallies = self.poll()
         with device_errors():
             buckets = {
@@ -224,13 +224,14 @@ class Replayer:
             captured.reset()
 
     def _owned(self) -> list[torch.Tensor]:
-        """What rounds write and `reset` of the input buffers does not put back."""
+        """Return what rounds write and `reset` of the input buffers does not put back."""
         tables = [inputs.req_to_token for inputs in self.input_buffers.inputs(max(self.buckets))]
         return [self.arena.words, self.oracle_arena.words, *tables]
 
     @contextlib.contextmanager
     def _state_kept(self, state: TorchState) -> Iterator[None]:
-        """SubjectError if `state` does not hold after many rounds, also if it was the harness that failed of it."""
+        """Raise SubjectError if `state` does not hold after many rounds, also if it was the harness that failed of
+        it."""
         first = self.rounds_run
         try:
             yield
@@ -283,7 +284,7 @@ class Replayer:
             self._judge_constants()
 
     def _other_work(self, captured: CapturedBucket, table: RoundTable, row: int) -> None:
-        """What a server does besides before it replays `captured`: it prepares another batch eagerly, then does
+        """Do what a server does besides before it replays `captured`: it prepares another batch eagerly, then does
         whatever the subject declares."""
         other = self._prepared_again(captured, table, row)
         state, stage, bucket = TorchState.now(), progress.BEFORE_REPLAY, captured.bucket
@@ -305,8 +306,8 @@ class Replayer:
         self._slots[progress.STAGE] = progress.OURS
 
     def _prepared_again(self, captured: CapturedBucket, table: RoundTable, row: int) -> CapturedBucket | None:
-        """The bucket whose eager work may be done once more on the inputs that the last round left: the one that was
-        replayed then, or else the next narrower one, whose requests are the first of them."""
+        """Return the bucket whose eager work may be done once more on the inputs that the last round left: the one that
+        was replayed then, or else the next narrower one, whose requests are the first of them."""
         if self._last is None or not row:
             return None
         other: CapturedBucket | None = self._last
@@ -330,7 +331,7 @@ class Replayer:
         first.compare()
 
     def _judge_constants(self) -> None:
-        """What the rounds of the last bucket did to inputs that no round writes: too much to look at in each."""
+        """Judge what the rounds of the last bucket did to inputs that no round writes: too much to look at in each."""
         if self._last is not None:
             self._last.judge_constants()
 
@@ -404,6 +405,6 @@ class Replayer:
 
 
 def without_pools(layout: Layout, leave_out: Collection[str]) -> Layout:
-    """`layout` without the pools that are not compared: they are as large as ids of slots are high, and nothing else
-    follows from them."""
+    """Return `layout` without the pools that are not compared: they are as large as ids of slots are high, and nothing
+    else follows from them."""
     return layout.without([field.name for field in layout if field.row is Row.SLOT and field.name in leave_out])

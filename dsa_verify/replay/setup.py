@@ -49,7 +49,7 @@ class ReplaySetup:
 
     @property
     def foreign(self) -> bool:
-        """Whether rounds may have foreign work before them."""
+        """Return whether rounds may have foreign work before them."""
         return has_foreign_work(self.factory) or (self.fault is not None and brings_foreign_work(self.fault))
 
     def with_foreign_work(self, chunks: Iterable[RoundTable], turn: int = 0) -> Iterator[RoundTable]:
@@ -80,7 +80,8 @@ class ReplaySetup:
         backend: Backend,
         ledger: Ledger = NO_WAIVERS,
     ) -> ReplaySetup:
-        """Of `subject`, which is a reference, or the factory itself where it has no name to be loaded by."""
+        """Make the setup of `subject`, which is a reference, or the factory itself where it has no name to be loaded
+        by."""
         label, factory = cls.factory_of(system, subject)
         check_device(label, backend.device)
         # Refuse a geometry that the system has no layout for, a wrong name or field now, not at the first capture.
@@ -109,17 +110,17 @@ class ReplaySetup:
 
     @staticmethod
     def factory_of(system: System, subject: str | SubjectFactory | None) -> tuple[str, SubjectFactory]:
-        """What results and cases call `subject`, and what makes it."""
+        """Return what results and cases call `subject`, and what makes it."""
         if subject is None or isinstance(subject, str):
             return subject_factory(system, subject)
         module, name = getattr(subject, "__module__", None), getattr(subject, "__qualname__", None)
         return f"{module}:{name}" if module and name else repr(subject), subject
 
     def opening(self) -> None:
-        """Called before anything is allocated."""
+        """Hear that something is about to be allocated."""
 
     def launching(self, table: RoundTable) -> None:
-        """Called before anything of `table` is launched, for each table that an open replayer is given."""
+        """Hear that `table` is about to be launched, for each table that an open replayer is given."""
 
     def open(
         self,
@@ -155,14 +156,14 @@ class ReplaySetup:
             )
 
     def generations(self) -> Array:
-        """How often each request row was remapped when a replayer has just been opened: int64 [request_rows]."""
+        """Return how often each request row was remapped when a replayer has just been opened: int64 [request_rows]."""
         return np.zeros(self.geometry.request_rows, np.int64)
 
     def table(
         self, rounds: Sequence[Round], remap_slots: int = REMAPS_PER_ROUND, generations: Array | None = None
     ) -> RoundTable:
-        """`rounds` as a table. It counts its remaps in `generations`, where tables follow one another; without them it
-        starts from request pages never remapped."""
+        """Return `rounds` as a table. It counts its remaps in `generations`, where tables follow one another; without
+        them it starts from request pages never remapped."""
         return tabulate(
             self.system,
             self.geometry,
@@ -173,7 +174,7 @@ class ReplaySetup:
         )
 
     def scenario(self, rounds: Sequence[Round], found: str | None = None) -> Scenario:
-        """A scenario of `rounds` with what this setup was made of."""
+        """Return a scenario of `rounds` with what this setup was made of."""
         return Scenario(
             system=reference_of(self.system),
             geometry=self.geometry,
@@ -187,7 +188,7 @@ class ReplaySetup:
 
 
 def remap_slots_of(rounds: Sequence[Round]) -> int:
-    """Remapped requests of the round that has most of them."""
+    """Return how many requests the round that remaps most of them remaps."""
     return max((len(set(round_.remap)) for round_ in rounds), default=0)
 
 

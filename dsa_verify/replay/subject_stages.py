@@ -39,7 +39,7 @@ class SubjectStages:
         self.round, self.bucket = 0, widest
 
     def where(self) -> tuple[int, int]:
-        """The round in progress, and its bucket."""
+        """Return the round in progress, and its bucket."""
         return self.round, self.bucket
 
     def enter(self, stage: int, bucket: int) -> None:
@@ -60,7 +60,7 @@ class SubjectStages:
     def refuse_change(
         self, state: TorchState, who: str, stage: str, bucket: int | None, cause: Exception | None = None
     ) -> None:
-        """SubjectError if torch is not as `state` any more; it is put back."""
+        """Raise SubjectError if torch is not as `state` any more; it is put back."""
         changed = state.put_back()
         if changed:
             message = f"{who} changed the {changed}, for the whole process; put it back before returning"
@@ -68,7 +68,8 @@ class SubjectStages:
             raise SubjectError(stage, bucket, message, kind=kind, round_=self.round) from cause
 
     def refuse_copies(self) -> None:
-        """SubjectError if a copy of the process has come back from the subject; this one ends if it is such a copy."""
+        """Raise SubjectError if a copy of the process has come back from the subject; this one ends if it is such a
+        copy."""
         slots = self.slots
         self.end_if_copy(slots[progress.STAGE], slots[progress.BUCKET])
         if slots[progress.COPIES]:
@@ -95,7 +96,7 @@ class SubjectStages:
 
 
 def _place_of(error: BaseException) -> str:
-    """Where in code that is nobody's library, and not this harness, the error was raised; empty if nowhere."""
+    """Return where in code that is nobody's library, and not this harness, the error was raised; empty if nowhere."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [each for each in frames if "site-packages" not in each.filename and each.filename not in _CALLERS]
     return f" ({own[-1].name}, {own[-1].filename}:{own[-1].lineno})" if own else ""

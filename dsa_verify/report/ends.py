@@ -19,7 +19,7 @@ from dsa_verify.run.post_mortem import Told, tell
 
 
 def report(end: End, options: Mapping[str, Any]) -> int:
-    """The exit status; `options` are those of the command. A signal that told the command to end ends it."""
+    """Return the exit status; `options` are those of the command. A signal that told the command to end ends it."""
     if end.verdict is None and end.told is not None and end.code == -end.told:
         end_by(end.told)
     if end.lingered:

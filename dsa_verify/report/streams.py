@@ -53,7 +53,7 @@ class _Lasting:
         self.flush()
 
     def fileno(self) -> int:
-        """That of the standard stream, which a subject may do with as it likes."""
+        """Return the number of the standard stream, which a subject may do with as it likes."""
         return self._public_fd if self._private else self._stream.fileno()
 
     def end(self) -> None:
@@ -84,7 +84,7 @@ def report_stream() -> TextIO | None:
 
 @contextlib.contextmanager
 def lasting_streams() -> Iterator[None]:
-    """Standard output and error, where there are such, as streams whose end is no error."""
+    """Make standard output and error, where there are such, into streams whose end is no error."""
     global _report
     streams = sys.stdout, sys.stderr
     lasting = [None if stream is None else _Lasting(stream) for stream in streams]

@@ -24,7 +24,7 @@ SHOWN_FIELDS: Final = 6  # of those that are not covered for one reason; JSON ha
 
 
 def counted(number: int, noun: str, width: int = 0) -> str:
-    """ "1 replay", "2 replays"; with a `width` of the number as a column, as wide for one as for many."""
+    """Return "1 replay", "2 replays"; with a `width` of the number as a column, as wide for one as for many."""
     many = noun + ("es" if noun.endswith("ch") else "s")
     word = noun if number == 1 else many
     return f"{number:>{width},} {word:<{len(many)}}" if width else f"{number} {word}"

@@ -29,7 +29,7 @@ def _nobody(name: str) -> bool:
 
 
 def read_case(path: Path, *, trusts: Callable[[str], bool] = _nobody) -> Scenario:
-    """The scenario in `path`; UsageError with one line if it is not a valid case.
+    """Return the scenario in `path`; UsageError with one line if it is not a valid case.
 
     The subject that it names is not looked up. Whoever replays the case decides whether to run it (trust.py). A system
     must be known, since it says what a round is: `trusts(name)` says whether the code that the case names may run.
@@ -47,7 +47,8 @@ def read_case(path: Path, *, trusts: Callable[[str], bool] = _nobody) -> Scenari
 
 
 def parse_case(text: str, *, name: str = "", trusts: Callable[[str], bool] = _nobody) -> Scenario:
-    """The scenario in the JSON `text`; UsageError names the first path that is wrong. `trusts`: as in `read_case`."""
+    """Return the scenario in the JSON `text`; UsageError names the first path that is wrong. `trusts`: as in
+    `read_case`."""
     body = _Reader(_load_json(text), "")
     schema = body.integer("schema", 0, 1 << 31)
     if schema != CASE_SCHEMA:
@@ -279,7 +280,7 @@ def _in_range(value: int, low: int, high: int, high_name: str, where: str) -> in
 
 
 def _short(value: Any) -> str:
-    """`value` as JSON on one line, cut; a list or an object, which may be huge, by its kind alone."""
+    """Return `value` as JSON on one line, cut; a list or an object, which may be huge, by its kind alone."""
     if isinstance(value, list | dict):
         return _KIND_NAMES[type(value)]
     return _short_text(json.dumps(value))

@@ -66,8 +66,8 @@ class Edge:
 
 
 def edges(system: System, geometry: Geometry, *, seed: int, fixed: frozenset[str]) -> list[Edge]:
-    """The edges of `system` in the order of EdgeKind; one that needs other values than `fixed` fields of `geometry`
-    have is left out."""
+    """Return the edges of `system` in the order of EdgeKind; one that needs other values than `fixed` fields of
+    `geometry` have is left out."""
     found = []
     for kind, batch, draft, changes in _SHAPES:
         settings = changes | {"draft_tokens": draft if system.drafts else 1}
@@ -118,7 +118,7 @@ def _pools(system: System, geometry: Geometry, seed: int, fixed: frozenset[str])
 
 
 def _changes(system: System, kind: EdgeKind, fixed: frozenset[str]) -> list[dict[str, object]]:
-    """What of its own fields `system` has otherwise at this edge, but for the `fixed` ones."""
+    """Return what of its own fields `system` has otherwise at this edge, but for the `fixed` ones."""
     variants = [
         {name: value for name, value in fields.items() if name not in fixed}
         for fields in system.edge_fields.get(kind, ({},))

@@ -27,8 +27,8 @@ _POOLED_TURN: Final = 8  # the configuration, and every sixteenth after it, whos
 
 
 def indexer_turn(system: System, geometry: Geometry, i: int, fixed: frozenset[str]) -> Geometry:
-    """The geometry of configuration `i` before anything else of it turns: `geometry`, or the same with an indexer
-    where it is its turn. It never is if `fixed` holds "indexer", or if the layout does not allow an indexer."""
+    """Return the geometry of configuration `i` before anything else of it turns: `geometry`, or the same with an
+    indexer where it is its turn. It never is if `fixed` holds "indexer", or if the layout does not allow an indexer."""
     presets = INDEXED_PRESETS.get(geometry.preset)
     if not system.indexer or geometry.indexer or "indexer" in fixed or presets is None:
         return geometry

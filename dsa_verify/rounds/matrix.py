@@ -53,14 +53,14 @@ class Config:
 
     @property
     def name(self) -> str:
-        """Batch, draft length, the form of the inputs, and what is special."""
+        """Return batch, draft length, the form of the inputs, and what is special."""
         geometry = self.geometry
         draft = f", N {geometry.draft_tokens}" if self.system.drafts else ""
         note = f", {self.note}" if self.note else ""
         return f"batch {self.buckets[0]}{draft}, {geometry.index_dtype}, {geometry.input_view}{note}"
 
     def chunks(self) -> Iterator[RoundTable]:
-        """The rounds, in tables of at most CHUNK_ROUNDS."""
+        """Yield the rounds, in tables of at most CHUNK_ROUNDS."""
         generations = np.zeros(self.geometry.request_rows, np.int64)
         rng = np.random.default_rng([self.seed, self.buckets[0], self.geometry.draft_tokens])
         scripted = _scripted(self, rng, self.rounds) if self.script is None else list(self.script)
@@ -90,8 +90,8 @@ def diagnostic_matrix(
     drafts: Sequence[int] | None = None,
     fixed: frozenset[str] = frozenset(),
 ) -> list[Config]:
-    """DRAFT_SHAPES, or batches x draft lengths where either is given (without drafts: batches alone; padded: modes x
-    draft lengths, with all batches captured). `rounds`: of each configuration, all scripted ones by default.
+    """Return DRAFT_SHAPES, or batches x draft lengths where either is given (without drafts: batches alone; padded:
+    modes x draft lengths, with all batches captured). `rounds`: of each configuration, all scripted ones by default.
 
     Dtype and view of the inputs and the warm-ups turn over the configurations, so that offset, strided and int32 inputs
     are part of every matrix, unless they are among the `fixed` fields of `geometry`. In every fourth, page tables are
@@ -208,7 +208,7 @@ def _scripted(config: Config, rng: np.random.Generator, count: int) -> list[Roun
 
 
 def _script_shapes(system: System, buckets: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(bucket, raw batch) of each scripted round."""
+    """Return (bucket, raw batch) of each scripted round."""
     if system.script is not None:
         return system.script(buckets)
     main, other = buckets[0], buckets[-1]
@@ -220,7 +220,7 @@ def _script_shapes(system: System, buckets: tuple[int, ...]) -> list[tuple[int, 
 
 
 def _script_lengths(i: int, raw: int, values: Array, context: int) -> Array:
-    """Round i's lengths: a walk up the boundaries from 1, then down, with the extremes between them."""
+    """Return round i's lengths: a walk up the boundaries from 1, then down, with the extremes between them."""
     row = np.arange(raw)
     if i == 3:
         return np.ones(raw, np.int64)
@@ -241,7 +241,8 @@ def _in_turn(rounds: tuple[int, int, int], i: int, raw: int) -> int:
 
 
 def _script_extends(config: Config, i: int, raw: int) -> tuple[int, ...] | None:
-    """Ragged with a zero in some rounds, nothing at all in one; all N otherwise, or where rounds do not say them."""
+    """Return lengths that are ragged with a zero in some rounds, nothing at all in one; all N otherwise, or where
+    rounds do not say them."""
     if "extend_lens" not in config.system.lens(config.geometry) or i not in (*_RAGGED, _NONE_EXTENDS):
         return None
     row = np.arange(raw)
@@ -250,7 +251,7 @@ def _script_extends(config: Config, i: int, raw: int) -> tuple[int, ...] | None:
 
 
 def _script_accepts(config: Config, i: int, raw: int) -> tuple[int, ...] | None:
-    """1 to N accepted tokens in turn, where rounds say them."""
+    """Return 1 to N accepted tokens in turn, where rounds say them."""
     if "accept_lens" not in config.system.lens(config.geometry):
         return None
     return tuple(1 + (i + row) % config.geometry.draft_tokens for row in range(raw))
@@ -268,7 +269,7 @@ def _script_floors(config: Config, i: int, lengths: Array, requests: Array) -> t
 
 
 def _spare_pages(config: Config, lengths: Array, requests: Array) -> dict[int, int]:
-    """By request row, how many of its first pages no batch row of it writes."""
+    """Return by request row, how many of its first pages no batch row of it writes."""
     pages = config.system.pages_before_writes(config.geometry, lengths)
     return {row: int(pages[requests == row].min()) for row in requests.tolist()}
 
@@ -293,7 +294,7 @@ def _script_prefixes(
 
 
 def _script_verify_lens(config: Config, i: int, bucket: int, raw: int) -> tuple[int, ...] | None:
-    """1 to N tokens in turn, as far as the graph has room."""
+    """Return 1 to N tokens in turn, as far as the graph has room."""
     if "verify_lens" not in config.system.lens(config.geometry):
         return None
     wanted = 1 + (i + np.arange(raw) * 3) % config.geometry.draft_tokens
@@ -302,7 +303,8 @@ def _script_verify_lens(config: Config, i: int, bucket: int, raw: int) -> tuple[
 
 
 def _within(wanted: Array, room: Array) -> Array:
-    """`wanted` [M, B] lengths, 0 for no request, cut to at least 1 so that each row's sum fits into `room` [M]."""
+    """Return `wanted` [M, B] lengths, 0 for no request, cut to at least 1 so that each row's sum fits into `room`
+    [M]."""
     extra = np.maximum(wanted - 1, 0)
     spare = room - (wanted > 0).sum(1)
     before = np.cumsum(extra, axis=1) - extra
@@ -310,7 +312,7 @@ def _within(wanted: Array, room: Array) -> Array:
 
 
 def undefined_when_empty(system: System, geometry: Geometry, bucket: int) -> bool:
-    """Whether a full batch of lengths 0 has no defined schedule (contract 3.6)."""
+    """Return whether a full batch of lengths 0 has no defined schedule (contract 3.6)."""
     if not geometry.indexer or not system.empty_rows:
         return False
     rows, variant = system.capacity(geometry, bucket), VARIANTS[geometry.schedule]
@@ -318,7 +320,7 @@ def undefined_when_empty(system: System, geometry: Geometry, bucket: int) -> boo
 
 
 def is_undefined(system: System, geometry: Geometry, round_: Round) -> bool:
-    """Whether `round_` asks for a schedule that the contract leaves undefined (3.6)."""
+    """Return whether `round_` asks for a schedule that the contract leaves undefined (3.6)."""
     full = round_.raw_batch == round_.bucket and not any(round_.seq_lens)
     return full and undefined_when_empty(system, geometry, round_.bucket)
 
@@ -371,8 +373,8 @@ def _random(config: Config, rng: np.random.Generator, count: int, generations: A
 def _prefixes(
     config: Config, rng: np.random.Generator, lengths: Array, requests: Array, remap_rows: Array
 ) -> tuple[Array, Array]:
-    """(origins, pages) [M, R]: in half of the rounds in which the first request of the batch moves, it takes some of
-    the pages that another, or itself, does not write in this round."""
+    """Return (origins, pages) [M, R]: in half of the rounds in which the first request of the batch moves, it takes
+    some of the pages that another, or itself, does not write in this round."""
     batch = np.maximum((requests != PAD_REQUEST).sum(1), 1)
     at = (rng.random(len(batch)) * batch).astype(np.int64)
     row, origin = requests[:, :1], np.take_along_axis(requests, at[:, None], axis=1)
@@ -387,7 +389,7 @@ def _prefixes(
 
 
 def _extend_lens(config: Config, rng: np.random.Generator, live: npt.NDArray[np.bool_]) -> Array:
-    """All N in three rounds of four; otherwise ragged, zeros included (contract 1.3)."""
+    """Return all N in three rounds of four; otherwise ragged, zeros included (contract 1.3)."""
     n = config.geometry.draft_tokens
     ragged = (rng.random((live.shape[0], 1)) < 0.25) & (not config.geometry.indexer)
     return np.where(ragged & live, rng.integers(0, n + 1, size=live.shape), n)
@@ -403,7 +405,8 @@ def _verify_lens(config: Config, rng: np.random.Generator, bucket: Array, live: 
 def _floors(
     config: Config, rng: np.random.Generator, lengths: Array, requests: Array, live: npt.NDArray[np.bool_]
 ) -> Array:
-    """0 of half of the request rows; else around the window of one of the lengths that the row has in this round."""
+    """Return 0 of half of the request rows; else around the window of one of the lengths that the row has in this
+    round."""
     geometry, pad = config.geometry, config.geometry.replay_floor
     if not config.system.floors(geometry):
         return np.full_like(lengths, pad)

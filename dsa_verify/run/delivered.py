@@ -67,7 +67,7 @@ def supervise(
     *,
     stack_on_signals: bool,
 ) -> End | None:
-    """Fork. None in the child, which goes on with the work; in the parent, later, how the child ended.
+    """Fork. Return None in the child, which goes on with the work; in the parent, later, how the child ended.
 
     `timeout_s`: for how long the subject's code, or the device, may make no progress; 0: for ever. `linger_s(record)`:
     for how long the child may go on after its verdict; None: for ever. `stack_on_signals`: keep the stack of a child
@@ -118,7 +118,7 @@ def left_threads() -> list[str]:
 
 
 def above(fd: int) -> int:
-    """`fd` under another number, which is not the next that a subject opens or closes."""
+    """Return `fd` under another number, which is not the next that a subject opens or closes."""
     import fcntl
 
     try:

@@ -64,14 +64,14 @@ class RunResult:
 
     @property
     def gone(self) -> list[WaiverUse]:
-        """The waivers whose difference is gone, once all that was asked for has run."""
+        """Return the waivers whose difference is gone, once all that was asked for has run."""
         if self.interrupted or self.stopped_early:
             return []
         return [use for use in self.counts.waivers.values() if use.gone]
 
     @property
     def flaky(self) -> bool:
-        """True if there are findings and all of them are flaky."""
+        """Return True if there are findings and all of them are flaky."""
         return bool(self.findings) and all(f.diagnosis is Diagnosis.FLAKY for f in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
@@ -178,8 +178,8 @@ class Runner:
 
 
 def new_result(system: str, subject: Subject, backend: Backend, ledger: Ledger = NO_WAIVERS) -> RunResult:
-    """An empty result; UsageError if the subject, or the code that it is of, cannot be found, NothingVerified if it
-    needs another device."""
+    """Return an empty result; UsageError if the subject, or the code that it is of, cannot be found, NothingVerified if
+    it needs another device."""
     label, factory = ReplaySetup.factory_of(get_system(system), subject)
     check_device(label, backend.device)
     return RunResult(
@@ -203,7 +203,7 @@ def total(runs: Sequence[RunResult]) -> Counts:
 
 
 def status_of(runs: Sequence[RunResult]) -> int:
-    """The exit status that the results of `runs` have earned."""
+    """Return the exit status that the results of `runs` have earned."""
     findings = [finding for result in runs for finding in result.findings]
     if any(finding.diagnosis is not Diagnosis.FLAKY for finding in findings) or any(run.gone for run in runs):
         return STATUS_MISMATCH

@@ -73,7 +73,7 @@ class Counts:
             self.waivers[key] = self.waivers[key].plus(use) if key in self.waivers else dataclasses.replace(use)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return it for JSON."""
         return {**dataclasses.asdict(self), "waivers": [use.to_dict() for use in self.waivers.values()]}
 
 
@@ -133,7 +133,7 @@ def verify_rounds(
 
 
 def _rounds_kept(scenario: Scenario, folder: Path | None) -> str:
-    """What is said of a lost device's rounds: where they are, or why they could not be written."""
+    """Return what is said of a lost device's rounds: where they are, or why they could not be written."""
     try:
         path = _save(scenario, "device-lost", folder)
     except OSError as error:
@@ -153,7 +153,7 @@ def _failed(setup: ReplaySetup, error: SubjectError, recent: _Recent, folder: Pa
 
 
 def _undefined_schedule(setup: ReplaySetup, rounds: Sequence[Round]) -> str:
-    """What is said of a lost device if one of `rounds` asked for a schedule that nobody may ask for."""
+    """Return what is said of a lost device if one of `rounds` asked for a schedule that nobody may ask for."""
     for i, each in enumerate(rounds):
         if is_undefined(setup.system, setup.geometry, each):
             return (
@@ -176,14 +176,14 @@ class _Recent:
         self._ended += len(table)
 
     def up_to(self, number: int | None) -> list[Round]:
-        """The rounds that are still here, up to and with round `number` (None: all)."""
+        """Return the rounds that are still here, up to and with round `number` (None: all)."""
         rounds = [round_ for table in self._tables for round_ in table.rounds()]
         first = self._ended - len(rounds)
         return rounds if number is None else rounds[: max(number - first, 0) + 1]
 
 
 def _explain(setup: ReplaySetup, rounds: Sequence[Round], seen: Observation, folder: Path | None) -> list[Finding]:
-    """The findings of the last of `rounds`, with the shortest case that shows them again."""
+    """Return the findings of the last of `rounds`, with the shortest case that shows them again."""
     attempts = 0
     for window in CASE_WINDOWS:
         case = rounds[-window:]
@@ -198,8 +198,8 @@ def _explain(setup: ReplaySetup, rounds: Sequence[Round], seen: Observation, fol
 
 
 def _explain_waived(setup: ReplaySetup, recent: _Recent, seen: Observation, folder: Path | None) -> list[Finding]:
-    """The findings of the first round in which a waiver covers words, if they are not what it is for; empty if they
-    are. Of what the device can say itself there is nothing to explain."""
+    """Return the findings of the first round in which a waiver covers words, if they are not what it is for; empty if
+    they are. Of what the device can say itself there is nothing to explain."""
     waived: set[Covered] = set()
     for first, bucket, words in seen.to_explain:
         covered, rounds, attempts = (bucket, words.waiver.key), recent.up_to(first), 0
@@ -265,7 +265,7 @@ def _with_case(finding: Finding, setup: ReplaySetup, rounds: Sequence[Round], fo
 
 
 def replay_command(case: Path, system: str, subject: str | None, ledger: Ledger) -> str:
-    """What to type to replay `case`, which names `system` and `subject`, with the waivers of `ledger`."""
+    """Return what to type to replay `case`, which names `system` and `subject`, with the waivers of `ledger`."""
     return shlex.join(["dsa-verify", "replay", str(case), *code_options(system, subject), *ledger.options])
 
 

@@ -14,19 +14,20 @@ INT32_LIMIT = 1 << 31
 
 
 def decode(geometry: Geometry, bucket: int) -> Layout:
-    """One token row per request; the expanded lengths *are* the cache lengths (contract 1.1)."""
+    """Return one token row per request; the expanded lengths *are* the cache lengths (contract 1.1)."""
     return _layout("decode", geometry, bucket, tokens=bucket, section="1.1", length_limit=geometry.context + 1)
 
 
 def target_verify(geometry: Geometry, bucket: int) -> Layout:
-    """N token rows per request, lengths before the draft (contract 1.2)."""
+    """Return N token rows per request, lengths before the draft (contract 1.2)."""
     n = geometry.draft_tokens
     limit = geometry.context + n + 1
     return _layout("target_verify", geometry, bucket, tokens=bucket * n, section="1.2", length_limit=limit)
 
 
 def draft_extend(geometry: Geometry, bucket: int) -> Layout:
-    """Up to N token rows per request, lengths including the draft; rows beyond their total are dead (contract 1.3)."""
+    """Return up to N token rows per request, lengths including the draft; rows beyond their total are dead (contract
+    1.3)."""
     tokens = bucket * geometry.draft_tokens
     return _layout("draft_extend", geometry, bucket, tokens=tokens, section="1.3", length_limit=geometry.context + 1)
 

@@ -23,7 +23,7 @@ SIZES: Final = (1, 2, 3, 4, 8)
 
 
 def dcp(geometry: Geometry, bucket: int) -> Layout:
-    """UsageError if pages, blocks and ranks of `geometry` do not fit together."""
+    """Raise UsageError if pages, blocks and ranks of `geometry` do not fit together."""
     check_dcp_geometry(geometry)
     ranks = range(geometry.dcp_size)
     fields = [field for rank in ranks for field in _share(geometry, bucket, rank)]
@@ -167,7 +167,7 @@ def _turn(geometry: Geometry, i: int, fixed: frozenset[str]) -> Fields:
 
 
 def _ragged_topk(geometry: Geometry) -> int:
-    """A top-k that is no power of two, and that a geometry of this size may have."""
+    """Return a top-k that is no power of two, and that a geometry of this size may have."""
     return min(192 * geometry.pool_size, geometry.topk * 3 // 4)
 
 

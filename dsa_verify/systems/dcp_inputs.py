@@ -50,7 +50,7 @@ def dcp_inputs(geometry: Geometry, drawn: Tensors, req_to_token: torch.Tensor, s
 
 
 def _partial_lse(geometry: Geometry, batch: int, seed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [D, batch, heads], and where a rank's weight is zero."""
+    """Return float32 [D, batch, heads], and where a rank's weight is zero."""
     shape = (geometry.dcp_size, batch, geometry.heads)
     values = _unit_floats(shape, seed, 4) * 20.0
     kind = _hash(shape, seed, 5)
@@ -64,12 +64,12 @@ def _partial_lse(geometry: Geometry, batch: int, seed: torch.Tensor) -> tuple[to
 
 
 def _unit_floats(shape: tuple[int, ...], seed: torch.Tensor, captured: int) -> torch.Tensor:
-    """float32 in [-1, 1), multiples of 2**-22, so that both sides and any device agree on the bits."""
+    """Return float32 in [-1, 1), multiples of 2**-22, so that both sides and any device agree on the bits."""
     return ((_hash(shape, seed, captured) & 0x7FFFFF) - (1 << 22)).float() * 2.0**-22
 
 
 def _hash(shape: tuple[int, ...], seed: torch.Tensor, captured: int) -> torch.Tensor:
-    """int64 in [0, 2**31) of each element."""
+    """Return int64 in [0, 2**31) of each element."""
     return _mix(torch.arange(math.prod(shape), device=seed.device), seed, captured).reshape(shape)
 
 

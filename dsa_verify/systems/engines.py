@@ -43,7 +43,8 @@ class EngineSubject:
 
 
 def engine_subject(reference: str | None) -> EngineSubject | None:
-    """The engine's subject that `reference` names; None if it names no engine. UsageError if the engine has none such.
+    """Return the engine's subject that `reference` names; None if it names no engine. UsageError if the engine has none
+    such.
 
     Imports nothing of the engine.
     """
@@ -57,13 +58,13 @@ def engine_subject(reference: str | None) -> EngineSubject | None:
 
 
 def engine_subjects() -> Iterator[EngineSubject]:
-    """All of all engines."""
+    """Yield all of all engines."""
     for engine in ENGINES:
         yield from _table(engine).values()
 
 
 def check_system(reference: str | None, system: str) -> None:
-    """UsageError if `reference` is an engine's subject of another system than `system`."""
+    """Raise UsageError if `reference` is an engine's subject of another system than `system`."""
     subject = engine_subject(reference)
     if subject is not None and subject.system != system:
         raise UsageError(
@@ -73,7 +74,8 @@ def check_system(reference: str | None, system: str) -> None:
 
 
 def check_device(reference: str | None, device: torch.device) -> None:
-    """NothingVerified (exit status 4) if `reference` is an engine's subject that needs a GPU, and `device` is none."""
+    """Raise NothingVerified (exit status 4) if `reference` is an engine's subject that needs a GPU, and `device` is
+    none."""
     subject = engine_subject(reference)
     if subject is not None and subject.needs_gpu and device.type != "cuda":
         raise NothingVerified(

@@ -21,7 +21,7 @@ STEPS: Final = (2, 3, 4, 5)  # of fuzzing
 
 
 def mtp(geometry: Geometry, bucket: int) -> Layout:
-    """The decode fields once a destination; no memory is shared between destinations or buckets."""
+    """Return the decode fields once for each destination; no memory is shared between destinations or buckets."""
     decode = basic.decode(geometry, bucket)
     fields = tuple(
         dataclasses.replace(
@@ -37,7 +37,7 @@ def mtp(geometry: Geometry, bucket: int) -> Layout:
 
 
 def destinations(geometry: Geometry) -> int:
-    """n speculative steps have n - 1 draft backends (contract 2)."""
+    """Return the number of draft backends: n speculative steps have n - 1 (contract 2)."""
     return geometry.draft_steps - 1
 
 

@@ -22,7 +22,7 @@ TOPK: Final = 129  # rounded up to the alignment of a table, it fills no block o
 
 
 def token_rows(geometry: Geometry) -> int:
-    """Token rows of each request."""
+    """Return token rows of each request."""
     n = geometry.draft_tokens
     return {"decode": 1, "verify": n, "draft_block": n - 1, "draft_extend": n}[geometry.padded_mode]
 
@@ -84,7 +84,7 @@ def _lengths(geometry: Geometry, tokens: int, name: str, ratio: int, *, raw: boo
 
 
 def _indexed(geometry: Geometry, tokens: int, name: str, ratio: int) -> Iterator[Field]:
-    """What an indexer fills in: all -1 as prepared, so that the upper bound is what it may write."""
+    """Yield what an indexer fills in: all -1 as prepared, so that the upper bound is what it may write."""
     yield _field(geometry, f"{name}_sparse_lengths", (tokens,), 1, geometry.topk + 1)
     shape = (tokens, _aligned(geometry, geometry.topk))
     yield _field(geometry, f"{name}_sparse_indices", shape, -1, _entries(geometry, ratio))
@@ -96,7 +96,7 @@ def _field(geometry: Geometry, name: str, shape: tuple[int, ...], low: int, high
 
 
 def _length_limit(geometry: Geometry) -> int:
-    """One more than the longest length that a row may see."""
+    """Return one more than the longest length that a row may see."""
     added = {"decode": 0, "draft_extend": 0}.get(geometry.padded_mode, token_rows(geometry))
     return geometry.context + added + 1
 
@@ -111,7 +111,7 @@ def _aligned(geometry: Geometry, width: int) -> int:
 
 
 def written_back(geometry: Geometry) -> int:
-    """How far before the end of its length a request writes its first token in a step (contract 7.1)."""
+    """Return how far before the end of its length a request writes its first token in a step (contract 7.1)."""
     return {"decode": 1, "verify": 0, "draft_block": 0, "draft_extend": geometry.draft_tokens}[geometry.padded_mode]
 
 
@@ -125,7 +125,7 @@ def _inputs(geometry: Geometry) -> tuple[StaticInput, ...]:
 
 
 def out_cache_loc(geometry: Geometry, rows: int) -> StaticInput:
-    """Where each of the `rows` tokens of a request is stored."""
+    """Return where each of the `rows` tokens of a request is stored."""
     # A token that is not to be stored has slot 0, of which the contract speaks in 0.1, 7.1 and 8.2. Other engines' -1
     # is no location there: the owner of -1 would be the last rank, and it would store at row -1 (8.1, 8.2).
     return StaticInput(name="out_cache_loc", dtype="int64", low=1, high=geometry.slots, rows=rows, drawn=False)

@@ -23,7 +23,7 @@ MOST_ROWS: Final = 512  # of the matrix, whose second graph has a request slot f
 
 
 def ragged_verify(geometry: Geometry, bucket: int) -> Layout:
-    """The fields of target-verify, and which token rows each slot owns once the round is padded to the graph.
+    """Return the fields of target-verify, and which token rows each slot owns once the round is padded to the graph.
 
     `padded_verify_lens` [bucket] covers all G token rows, so none is dead; `extend_start_loc` and `qo_indptr` are its
     sums. A pad slot, or the last one where all are live, may own more than N rows. UsageError for G that does not fit
@@ -81,7 +81,8 @@ def _field(name: str, shape: tuple[int, ...], row: Row, high: int, *, section: s
 
 
 def _owns(xp: Any, batch: Batch) -> Any:
-    """Leftover tokens go to the pad requests, the first of them one more, or else to the last request (contract 9)."""
+    """Return how many rows each slot owns: leftover tokens go to the pad requests, the first of them one more, or else
+    to the last request (contract 9)."""
     pad, pads = batch.row >= batch.raw, batch.bucket - batch.raw
     lens = xp.where(pad, batch.lens["verify_lens"] * 0, batch.lens["verify_lens"])
     leftover = batch.tokens - lens.sum(1)[:, None]

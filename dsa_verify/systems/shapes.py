@@ -28,7 +28,7 @@ def companion(batch: int) -> int:
 
 
 def draft_pairs(batches: Sequence[int] | None, drafts: Sequence[int] | None) -> Sequence[tuple[int, int]]:
-    """(batch, draft length) of each configuration."""
+    """Return (batch, draft length) of each configuration."""
     if batches or drafts:
         return [(b, n) for b in batches or BATCHES for n in drafts or DRAFTS]
     return DRAFT_SHAPES
@@ -43,7 +43,7 @@ def with_drafts(batches: Sequence[int] | None, drafts: Sequence[int] | None) -> 
 
 
 def both_ends(most: int) -> list[int]:
-    """`most`, 0, `most` - 1, 1, ... until each of 0 to `most` was there."""
+    """Return `most`, 0, `most` - 1, 1, ... until each of 0 to `most` was there."""
     order: list[int] = []
     for low in range(most // 2 + 1):
         order += [most - low, low]
@@ -51,5 +51,5 @@ def both_ends(most: int) -> list[int]:
 
 
 def swing(main: int) -> list[tuple[int, int]]:
-    """(bucket, raw batch): large, small, idle, large over the same buffers."""
+    """Return (bucket, raw batch): large, small, idle, large over the same buffers."""
     return [(main, main), (main, min(3, main)), (main, 0), (main, main)]

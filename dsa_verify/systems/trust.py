@@ -30,7 +30,7 @@ class HasSubjects(Protocol):
 
 
 def installed_subjects() -> dict[str, EntryPoint]:
-    """By name, the subjects of installed packages."""
+    """Return by name, the subjects of installed packages."""
     return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
 
 
@@ -40,12 +40,12 @@ def installed_systems() -> dict[str, str]:
 
 
 def names_code(reference: str | None) -> bool:
-    """Whether `reference` is a `module:attribute`. UsageError for an engine's subject that does not exist."""
+    """Return whether `reference` is a `module:attribute`. UsageError for an engine's subject that does not exist."""
     return reference is not None and ":" in reference and engine_subject(reference) is None
 
 
 def needs_trust(system: HasSubjects, reference: str | None) -> bool:
-    """Whether `reference` names code that is neither shipped nor installed as a subject."""
+    """Return whether `reference` names code that is neither shipped nor installed as a subject."""
     if not names_code(reference):
         return False
     known = {*system.subjects.values(), *(subject.reference for subject in engine_subjects())}
@@ -54,7 +54,8 @@ def needs_trust(system: HasSubjects, reference: str | None) -> bool:
 
 
 def check_trust(system: HasSubjects, reference: str | None, remedy: str = "") -> None:
-    """UsageError if a case must not name `reference`; `remedy` says how to let it (default: as the command line does).
+    """Raise UsageError if a case must not name `reference`; `remedy` says how to let it (default: as the command line
+    does).
 
     Imports nothing that `reference` names.
     """

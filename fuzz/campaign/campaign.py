@@ -80,7 +80,7 @@ class Campaign:
         self._executed_before = 0
 
     def run(self) -> int:
-        """The exit status. Raises what no shard could be run for."""
+        """Run the shards, and return the exit status. Raises what no shard could be run for."""
         stop = self.root / STOP_FILE
         stop.unlink(missing_ok=True)
         with self.display.open():
@@ -111,7 +111,7 @@ class Campaign:
         return int(facts["status"])
 
     def _numbers(self) -> Iterator[int]:
-        """Of the shards that are still to be run: those begun and not ended first."""
+        """Yield the numbers of the shards that are still to be run: those begun and not ended first."""
         done = {number for number in shard_numbers(self.root) if self._done(number)}
         last = self.limits.shards(self.plan)
         return (number for number in (itertools.count() if last is None else range(last)) if number not in done)
@@ -294,5 +294,5 @@ def writable_folder(root: Path) -> Iterator[None]:
 
 
 def _has_begun(folder: Path) -> bool:
-    """Whether the shard has left anything that only its own plan explains."""
+    """Return whether the shard has left anything that only its own plan explains."""
     return ShardResult.read(folder) is not None or bool(findings_in(folder) or attempts_in(folder))

@@ -71,7 +71,7 @@ class Display:
 
 
 def line(snapshot: CampaignSnapshot) -> str:
-    """The block as one line."""
+    """Return the block as one line."""
     facts = snapshot.facts
     return ", ".join(
         [
@@ -86,7 +86,7 @@ def line(snapshot: CampaignSnapshot) -> str:
 
 
 def left(snapshot: CampaignSnapshot) -> str:
-    """Time and rounds left, as far as there are limits."""
+    """Return time and rounds left, as far as there are limits."""
     parts = []
     if snapshot.left_s is not None:
         minutes, seconds = divmod(max(int(snapshot.left_s), 0), 60)
@@ -97,7 +97,7 @@ def left(snapshot: CampaignSnapshot) -> str:
 
 
 def block(snapshot: CampaignSnapshot) -> Table:
-    """The block: figures, then a row for each shard that runs, then the devices' health."""
+    """Return the block: figures, then a row for each shard that runs, then the devices' health."""
     facts = snapshot.facts
     table = Table.grid(padding=(0, 2))
     rounds = facts["rounds_executed"] + sum(shard.rounds for shard in snapshot.running)

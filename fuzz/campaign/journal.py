@@ -59,7 +59,7 @@ class Journal:
         self.beat(force=True)
 
     def count(self, rounds: int) -> None:
-        """So many more rounds were launched; Stopped if the campaign is over."""
+        """Note that so many more rounds were launched; Stopped if the campaign is over."""
         self.rounds += rounds
         self.alive(rounds)
 
@@ -79,7 +79,8 @@ class Journal:
         )
 
     def clock(self) -> float:
-        """time.monotonic(), as a sign of life from whatever asks for the time; Stopped if the campaign is over."""
+        """Return time.monotonic(), as a sign of life from whatever asks for the time; Stopped if the campaign is
+        over."""
         self.beat()
         if self._stop.exists():
             raise Stopped

@@ -73,7 +73,7 @@ def held(path: Path, *, wait: bool = False) -> Iterator[None]:
 
 
 def holder(path: Path) -> Holder | None:
-    """The process that last held the lock `path`; None if that is not known."""
+    """Return the process that last held the lock `path`; None if that is not known."""
     try:
         pid, _, host = path.read_text(encoding="utf-8").partition(" ")
     except FileNotFoundError:
@@ -83,7 +83,7 @@ def holder(path: Path) -> Holder | None:
 
 @contextlib.contextmanager
 def owned(folder: Path, *, patience_s: float, over: Callable[[], bool]) -> Iterator[bool]:
-    """Own the shard's `folder`: whether it is owned, which it is not if another has it and `over()` is true.
+    """Own the shard's `folder`, and yield whether it is owned, which it is not if another has it and `over()` is true.
 
     FolderInUse if the other has given no sign of life for `patience_s`.
     """

@@ -26,7 +26,8 @@ from fuzz.campaign.shard_folder import (
 
 
 def merge(sources: Sequence[Path], into: Path) -> int:
-    """Unite the shards of `sources`, which must follow one plan, in the campaign `into`; how many were taken.
+    """Unite the shards of `sources`, which must follow one plan, in the campaign `into`, and return how many were
+    taken.
 
     A shard is taken from the first folder in which it has ended, or else in which it was begun: it is a pure function
     of the plan, so any will do. What another folder has found beyond that is kept: a subject may be flaky, or another
@@ -52,7 +53,7 @@ def merge(sources: Sequence[Path], into: Path) -> int:
 
 
 def _take_shard(source: Path, into: Path, number: int) -> bool:
-    """Whether the shard was taken from `source`; its findings are, in either case."""
+    """Return whether the shard was taken from `source`; its findings are, in either case."""
     theirs, ours = shard_folder(source, number), shard_folder(into, number)
     if ours.exists():
         mine, other = ShardResult.read(ours), ShardResult.read(theirs)
@@ -69,7 +70,7 @@ def _take_shard(source: Path, into: Path, number: int) -> bool:
 
 
 def _add_findings(source: Path, into: Path) -> None:
-    """What the shard in `source` found, and that in `into` did not, or is less sure of."""
+    """Add what the shard in `source` found, and that in `into` did not, or is less sure of."""
     known = {record.key: record for record in findings_in(into)}
     for record in findings_in(source):
         if record.key in known and STATES.index(known[record.key].state) >= STATES.index(record.state):

@@ -97,8 +97,8 @@ class Plan:
         return {"schema": PLAN_SCHEMA, **dataclasses.asdict(self)}
 
     def replay_options(self, root: Path) -> list[str]:
-        """The words with which `dsa-verify replay` runs the subject that this plan names, and waives what it does, in
-        the campaign of `root`."""
+        """Return the words with which `dsa-verify replay` runs the subject that this plan names, and waives what it
+        does, in the campaign of `root`."""
         words = [word for system in self.systems for word in code_options(system, None)]
         words += code_options("", self.subject)
         if self.waivers is not None:
@@ -123,12 +123,12 @@ class ShardSpec:
 
     @property
     def turn(self) -> int:
-        """How many shards of this system came before: which configuration it is, modulo their number."""
+        """Return how many shards of this system came before: which configuration it is, modulo their number."""
         return self.number // len(self.plan.systems)
 
     @property
     def seed(self) -> int:
-        """Of this shard's rounds: 0 <= seed < 2**31."""
+        """Return the seed of this shard's rounds: 0 <= seed < 2**31."""
         digest = hashlib.sha256(f"{self.plan.seed}/{self.number}".encode()).digest()
         return int.from_bytes(digest[:4], "big") >> 1
 
@@ -141,7 +141,7 @@ class ShardSpec:
 
 
 def parse_plan(data: Mapping[str, Any]) -> Plan:
-    """The plan that `to_dict` gave; UsageError names what is not so."""
+    """Return the plan that `to_dict` gave; UsageError names what is not so."""
     if data.get("schema") != PLAN_SCHEMA:
         raise UsageError(f"schema: {data.get('schema')} is not {PLAN_SCHEMA}, which this version reads; update it")
     # Campaigns of before there were these can be resumed.
@@ -180,7 +180,7 @@ def parse_plan(data: Mapping[str, Any]) -> Plan:
 
 
 def read_plan(root: Path) -> Plan:
-    """The plan of the campaign in `root`."""
+    """Return the plan of the campaign in `root`."""
     path = root / PLAN_FILE
     data = read_json(path)
     if data is None:
@@ -192,7 +192,7 @@ def read_plan(root: Path) -> Plan:
 
 
 def load_or_create_plan(root: Path, given: Mapping[str, Any], default: Mapping[str, Any]) -> Plan:
-    """The plan of the campaign in `root`, which is begun with `given` (over `default`) where there is none.
+    """Return the plan of the campaign in `root`, which is begun with `given` (over `default`) where there is none.
 
     UsageError if there is one and `given` says otherwise: its shards would not be those that were run.
     """

@@ -112,7 +112,7 @@ def _finding(name: str, sightings: Sequence[Sighting], state: CampaignState) -> 
 
 
 def status_of(facts: Mapping[str, Any]) -> int:
-    """The exit status: a harness that may be blind outweighs what it says it saw."""
+    """Return the exit status: a harness that may be blind outweighs what it says it saw."""
     states = [finding["state"] for finding in facts["findings"]]
     alive = any(facts["canaries"].get(verdict) for verdict in _ALIVE) or bool(states)
     if facts["failed"] or facts["damage"] or facts["canaries_missing"] or (facts["rounds_executed"] and not alive):
@@ -140,7 +140,7 @@ def _provenances(shards: Sequence[ShardState]) -> list[Mapping[str, str]]:
 
 
 def visited(facts: Mapping[str, Any]) -> str:
-    """The coverage of all configurations, in one figure."""
+    """Return the coverage of all configurations, in one figure."""
     possible = sum(each["possible"] for each in facts["coverage"])
     seen = sum(each["visited"] for each in facts["coverage"])
     return (
@@ -154,7 +154,7 @@ def visited(facts: Mapping[str, Any]) -> str:
 
 
 def status_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Where the campaign stands."""
+    """Return where the campaign stands."""
     ended = ", ".join(f"{count} {name}" for name, count in facts["shards_ended"].items()) or "none"
     states = Counter(finding["state"] for finding in facts["findings"])
     found = ", ".join(f"{count} {state}" for state, count in states.items()) or "none"
@@ -170,12 +170,12 @@ def status_lines(facts: Mapping[str, Any]) -> list[str]:
 
 
 def damaged_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Which shards have a file that is not what was written there; of each, the others count."""
+    """Return which shards have a file that is not what was written there; of each, the others count."""
     return [f"shard {each['shard']}: damaged: {each['text']}" for each in facts["damage"]]
 
 
 def report_lines(facts: Mapping[str, Any], root: Path) -> list[str]:
-    """All of it: every finding with its case, every attempt that was lost, what is missing, the verdict."""
+    """Return all of it: every finding with its case, every attempt that was lost, what is missing, the verdict."""
     lines = status_lines(facts)
     for finding in facts["findings"]:
         lines += ["", *finding_lines(finding, root, facts["replay_options"])]
@@ -196,7 +196,7 @@ def report_lines(facts: Mapping[str, Any], root: Path) -> list[str]:
 
 
 def finding_lines(finding: Mapping[str, Any], root: Path, replay_options: Sequence[str]) -> list[str]:
-    """One finding. `replay_options`: what a replay of its case has to be given."""
+    """Return one finding. `replay_options`: what a replay of its case has to be given."""
     rate = f", shown again {finding['shown']} of {finding['repeats']} times" if finding["repeats"] else ""
     waived = f" for {finding['issue']}" if finding["issue"] else ""
     lines = [
@@ -214,7 +214,7 @@ def finding_lines(finding: Mapping[str, Any], root: Path, replay_options: Sequen
 
 
 def verdict_lines(facts: Mapping[str, Any]) -> list[str]:
-    """What the exit status stands for."""
+    """Return what the exit status stands for."""
     lines = [
         f"shard {each['number']}: the planted fault {each['fault']} was not reported "
         f"({each['why'] or 'its finding is not stored'}): this campaign may be blind"

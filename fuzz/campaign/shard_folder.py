@@ -53,7 +53,7 @@ def write_json(path: Path, data: Mapping[str, Any], *, durable: bool = True) -> 
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """What `write_json` wrote; None if it is not there."""
+    """Return what `write_json` wrote; None if it is not there."""
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -71,7 +71,7 @@ def damaged(path: Path, why: object) -> HarnessError:
 
 
 def read_progress(at: Path) -> dict[str, int]:
-    """{rounds, checked} of the process that runs in `at`; 0 before it has said anything."""
+    """Return {rounds, checked} of the process that runs in `at`; 0 before it has said anything."""
     try:
         found = read_json(at / PROGRESS_FILE) or {}
     except HarnessError:  # not written durably: the machine went down
@@ -80,8 +80,8 @@ def read_progress(at: Path) -> dict[str, int]:
 
 
 def signs_of_life(folder: Path) -> tuple[int, ...]:
-    """What changes while a process runs in `folder`, or repeats a case for it: when its files were written, whatever
-    the clock that says so."""
+    """Return what changes while a process runs in `folder`, or repeats a case for it: when its files were written,
+    whatever the clock that says so."""
     return tuple(
         _written_ns(at / name) for at in (folder, folder / REPEAT_FOLDER) for name in (JOURNAL_FILE, PROGRESS_FILE)
     )
@@ -123,7 +123,7 @@ class FindingKey:
 
     @classmethod
     def of(cls, finding: Mapping[str, Any], *, planted: bool = False) -> FindingKey:
-        """Of a Finding as a dictionary."""
+        """Return the key of a Finding as a dictionary."""
         return cls(
             system=finding["system"],
             subject=finding["subject"],
@@ -135,7 +135,7 @@ class FindingKey:
 
     @property
     def name(self) -> str:
-        """Of its file: readable, and different for different keys."""
+        """Return the name of its file: readable, and different for different keys."""
         parts = ["planted" if self.planted else None, self.system, self.field, self.diagnosis, self.law]
         slug = re.sub(r"[^a-z0-9_]+", "-", "-".join(part for part in parts if part).lower())
         digest = hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()
@@ -166,8 +166,8 @@ class FindingRecord:
 
     @property
     def is_final(self) -> bool:
-        """Whether no more can be made of it. Of one that is confirmed and has no note, a process was about to make
-        more when it was killed."""
+        """Return whether no more can be made of it. Of one that is confirmed and has no note, a process was about to
+        make more when it was killed."""
         return self.state in ("flaky", "shrunk") or (self.state == "confirmed" and self.note is not None)
 
     def write(self, folder: Path) -> None:
@@ -189,7 +189,7 @@ def findings_in(folder: Path) -> list[FindingRecord]:
 
 
 def attempts_in(folder: Path) -> list[dict[str, Any]]:
-    """The attempts that ended otherwise than with a result, in order."""
+    """Return the attempts that ended otherwise than with a result, in order."""
     found = (read_json(path) for path in files_of(folder, "attempts"))
     return [attempt for attempt in found if attempt is not None]
 
@@ -227,7 +227,7 @@ class ShardResult:
 
     @property
     def final(self) -> bool:
-        """Whether resuming leaves it as it is."""
+        """Return whether resuming leaves it as it is."""
         return self.ended != "stopped" and not self.failed
 
     def write(self, folder: Path) -> None:

@@ -100,7 +100,7 @@ class _End:
 
     @property
     def death(self) -> Diagnosis | None:
-        """The kind of death. It is None if the process ended by itself and in order."""
+        """Return the kind of death. It is None if the process ended by itself and in order."""
         if self.stopped:
             return None
         if self.hung:
@@ -111,7 +111,7 @@ class _End:
 
     @property
     def killed(self) -> bool:
-        """By a signal that people and machines send, and not by its supervisor."""
+        """Return whether it was killed by a signal that people and machines send, and not by its supervisor."""
         return -self.status in _FROM_OUTSIDE and not self.hung and not self.stopped
 
     @property
@@ -300,8 +300,8 @@ def _repeat(spec: ShardSpec, watch: _Watch, end: _End, path: str) -> _Repeats:
 
 
 def _journalled(folder: Path, fault: str | None) -> Scenario | None:
-    """What was launched last, with the `fault` that the campaign plants, if any, and without the shard's own that it
-    may have run with: none of those ends a process."""
+    """Return what was launched last, with the `fault` that the campaign plants, if any, and without the shard's own
+    that it may have run with: none of those ends a process."""
     path = folder / JOURNAL_FILE
     return dataclasses.replace(read_case(path), fault=fault) if path.exists() else None
 
@@ -341,7 +341,8 @@ def _write_attempt(folder: Path, ended: str, text: str, rounds_lost: int, wall_s
 def _ended(
     spec: ShardSpec, watch: _Watch, ended: str, *, executed: int, failed: bool = False, write: bool = True
 ) -> ShardResult:
-    """The result of a shard whose process left none. One that failed leaves none either, so that resuming redoes it."""
+    """Return the result of a shard whose process left none. One that failed leaves none either, so that resuming redoes
+    it."""
     result = ShardResult(
         number=spec.number,
         system=spec.system,
@@ -377,12 +378,12 @@ class _Watch:
         self._stop = campaign_root(folder) / STOP_FILE
 
     def stopping(self) -> bool:
-        """Whether the campaign is over."""
+        """Return whether the campaign is over."""
         return self._stop.exists()
 
     def run(self, arguments: list[str], at: Path | None = None) -> _End:
-        """A fresh interpreter, not a fork: of a process that has touched a device no copy is of any use. `at`: where it
-        writes its journal and progress, if not in the shard's folder."""
+        """Run a fresh interpreter, not a fork: of a process that has touched a device no copy is of any use. `at`:
+        where it writes its journal and progress, if not in the shard's folder."""
         start = time.monotonic()
         _clear(at or self.folder)
         with (self.folder / LOG_FILE).open("w", encoding="utf-8") as log:
@@ -425,7 +426,8 @@ class _Watch:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """And all that it has started: a helper that outlives it keeps its locks, its memory and its device."""
+    """Kill the process and all that it has started: a helper that outlives it keeps its locks, its memory and its
+    device."""
     kill_group(process.pid)
     try:
         process.wait(KILL_WAIT_S)
@@ -473,7 +475,8 @@ def kill_group(pid: int) -> None:
 
 
 def runs_in(folder: Path, pid: int) -> bool:
-    """Whether the process is a shard's in `folder`: its id may be another's by now, or that of another container."""
+    """Return whether the process is a shard's in `folder`: its id may be another's by now, or that of another
+    container."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -487,7 +490,7 @@ slot = threading.local()
 
 
 def supervise_in_slot(spec: ShardSpec, folder: Path, timeout_s: float = TIMEOUT_S) -> ShardResult:
-    """`supervise` on the device of this thread, if it was given one; else on what this process may use. What an
+    """Return `supervise` on the device of this thread, if it was given one; else on what this process may use. What an
     executor is given, so it may run on another machine; FolderUnseen if the campaign's folder is not there."""
     root = campaign_root(folder)
     if not _is_there(spec.plan, root):

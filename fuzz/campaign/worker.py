@@ -99,13 +99,13 @@ def work_shard(spec: ShardSpec, folder: Path, device: torch.device) -> ShardResu
 
 
 def configuration(setup: JournalledSetup) -> str:
-    """In words, the same for shards that cover the same."""
+    """Return the configuration in words, the same for shards that cover the same."""
     facts = [setup.system.name, setup.geometry.preset, f"buckets {list(setup.buckets)}"]
     return ", ".join(facts + [f"{key} {value}" for key, value in setup.geometry.overrides().items()])
 
 
 def _setup(spec: ShardSpec, backend: Backend) -> ReplaySetup:
-    """What the shard runs: one configuration of the diagnostic matrix of its system."""
+    """Return what the shard runs: one configuration of the diagnostic matrix of its system."""
     plan, system = spec.plan, get_system(spec.system)
     geometry, fixed = resolve_geometry(system, plan.subject, backend.device.type, plan.preset, plan.settings)
     drafts = [geometry.draft_tokens] if "draft_tokens" in plan.settings else plan.drafts or None
@@ -134,7 +134,7 @@ def _ledger(plan: Plan) -> Ledger:
 
 
 def _fuzz(spec: ShardSpec, setup: JournalledSetup, coverage: Coverage, folder: Path, counts: Counts) -> str:
-    """Fuzz the shard's rounds, anew after each finding, adding to `counts`; how it ended."""
+    """Fuzz the shard's rounds, anew after each finding, adding to `counts`, and return how it ended."""
     left, stretch, journal = spec.plan.rounds_a_shard, 0, setup.journal
     while left > 0:
         if stretch == MOST_FINDINGS:
@@ -220,7 +220,7 @@ def _found(finding: Finding, setup: JournalledSetup, folder: Path) -> FindingRec
 
 
 def _repeated(record: FindingRecord, finding: Finding, setup: JournalledSetup, folder: Path) -> FindingRecord:
-    """Confirmed if every repeat shows it; else flaky, with its rate."""
+    """Return the record as confirmed if every repeat shows the finding, and otherwise as flaky, with its rate."""
     assert record.case is not None
     if finding.diagnosis is Diagnosis.RECOMPILES:
         # It cannot show again in this process, which has the kernel now; that it was compiled is no matter of chance.
@@ -253,7 +253,7 @@ def _shrunk(record: FindingRecord, finding: Finding, setup: JournalledSetup, fol
 
 
 def _shrink(case: Scenario, finding: Finding, setup: JournalledSetup) -> Scenario:
-    """The one place that knows how a case is shrunk."""
+    """Shrink the case. This is the one place that knows how."""
     signature, budget_s = Signature.of(finding), CANARY_SHRINK_S if setup.planted else SHRINK_S
     journal = setup.journal
 
@@ -272,7 +272,7 @@ def _shrink(case: Scenario, finding: Finding, setup: JournalledSetup) -> Scenari
 
 
 def _shrunk_elsewhere(key: FindingKey, folder: Path) -> int | None:
-    """The shard of this campaign that has shrunk the same finding already."""
+    """Return the shard of this campaign that has shrunk the same finding already."""
     root = campaign_root(folder)
     for number in shard_numbers(root):
         try:
@@ -323,7 +323,7 @@ def _canary(spec: ShardSpec, setup: JournalledSetup, folder: Path) -> dict[str, 
 
 
 def _without_fault(finding: Finding, setup: JournalledSetup, folder: Path) -> Finding | None:
-    """The same finding if it shows without the planted fault, too: then it is the subject's own."""
+    """Return the same finding if it shows without the planted fault, too: then it is the subject's own."""
     assert finding.case is not None
     case = read_case(Path(finding.case))
     signature = Signature.of(finding)

@@ -101,13 +101,14 @@ def _reason(error: BaseException, status: int) -> str:
 
 
 def _say(text: str) -> None:
-    """On standard error, which is the shard's log and may be on the disk that is full: that is no death of its own."""
+    """Write to standard error, which is the shard's log and may be on the disk that is full: that is no death of its
+    own."""
     with contextlib.suppress(OSError):
         print(f"dsa-verify: {text}", file=sys.stderr, flush=True)
 
 
 def _end_with_parent() -> None:
-    """A shard whose supervisor is gone ends at once: the next one must be able to begin it anew."""
+    """End this shard at once when its supervisor is gone: the next one must be able to begin it anew."""
 
     def watch() -> None:
         sys.stdin.buffer.read()
@@ -119,7 +120,8 @@ def _end_with_parent() -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """`FOLDER`, whose spec.json says what to run; or `FOLDER CASE DEVICE`: repeat that case."""
+    """Run a shard: the arguments are `FOLDER`, whose spec.json says what to run; or `FOLDER CASE DEVICE`: repeat that
+    case."""
     _end_with_parent()
     folder = Path(arguments[0])
 

@@ -38,7 +38,7 @@ def _covered(case: Scenario, indexer: bool, fields: Collection[str] | None) -> b
 
 
 def caught(case: Scenario) -> tuple[str, str]:
-    """(fault, sentence) of what `case` once caught; UsageError if its `found` does not say so."""
+    """Return (fault, sentence) of what `case` once caught; UsageError if its `found` does not say so."""
     said = re.fullmatch(r"fault (\w+(?::\w+)?): (.+)", case.found or "")
     if said is None:
         raise UsageError(f"found: {case.found!r} names no fault; write 'fault NAME: ' before the sentence")

@@ -64,20 +64,20 @@ class Boundary:
 
     @property
     def name(self) -> str:
-        """For people; unique among the boundaries of a run."""
+        """Return a name for people, unique among the boundaries of a run."""
         text = f"{self.kind.value} {self.which or self.value}"
         text += {Kind.LONG_ROWS: f" above {self.extra}", Kind.WRITE: f" with {self.extra}"}.get(self.kind, "")
         return text + (f" of bucket {self.bucket}" if self.kind is Kind.BATCH else "")
 
     @property
     def mark(self) -> Mark:
-        """What `marks` of a round that holds this boundary contains."""
+        """Return what `marks` of a round that holds this boundary contains."""
         return self.kind, self.value, self.extra, self.which, self.bucket if self.kind is Kind.BATCH else 0
 
 
 @functools.lru_cache(maxsize=64)
 def boundary_lengths(system: System, geometry: Geometry) -> tuple[int, ...]:
-    """Every legal length that a formula turns at, with its neighbours; ascending."""
+    """Return every legal length that a formula turns at, with its neighbours; ascending."""
     n, pool, topk = geometry.draft_tokens, geometry.pool_size, geometry.topk
     centres = [geometry.columns, geometry.context, n, topk, topk + 3, topk + pool, 2 * pool]
     centres += [k * unit for unit in (geometry.page_size, geometry.allocator_page, 128) for k in (1, 2)]
@@ -98,7 +98,7 @@ def boundary_lengths(system: System, geometry: Geometry) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=64)
 def boundaries(system: System, geometry: Geometry, buckets: tuple[int, ...]) -> tuple[Boundary, ...]:
-    """All boundaries that a round over `buckets` can reach, in a fixed order."""
+    """Return all boundaries that a round over `buckets` can reach, in a fixed order."""
     found = [Boundary(kind=Kind.LENGTH, value=value) for value in boundary_lengths(system, geometry)]
     for bucket in buckets:
         most = most_requests(system, geometry, bucket)
@@ -195,7 +195,7 @@ class PerRequest:
 
 @functools.lru_cache(maxsize=8)
 def per_request(system: System, geometry: Geometry, rows: int) -> PerRequest:
-    """Of requests that own `rows` token rows; looked up rather than worked out for every round."""
+    """Return the facts of requests that own `rows` token rows; looked up rather than worked out for every round."""
     if not geometry.indexer:
         return PerRequest(tiles=np.zeros(0, np.int64), long_rows={})
     lengths = np.arange(geometry.context + 1)
@@ -213,13 +213,13 @@ def _thresholds(geometry: Geometry) -> list[int]:
 
 
 def _token_lengths(system: System, geometry: Geometry, lengths: Array, rows: int) -> Array:
-    """What the token rows of each request see, with the indexer: [requests, rows] (contract 1)."""
+    """Return what the token rows of each request see, with the indexer: [requests, rows] (contract 1)."""
     seen: Array = np.maximum(lengths[:, None] - system.written_back(geometry) + np.arange(rows) + 1, 0)
     return seen
 
 
 def _tiles(system: System, geometry: Geometry, lengths: Array, parts: Sequence[Array]) -> Array:
-    """Of each request in `paged_mqa_schedule_metadata`, which all systems have (contract 3.2, 3.3)."""
+    """Return the tiles of each request in `paged_mqa_schedule_metadata`, which all systems have (contract 3.2, 3.3)."""
     variant, n = VARIANTS[geometry.schedule], geometry.draft_tokens
     if system.context_columns(geometry) > 1:
         units = 1 if variant.unit is Unit.REQUEST else units_per_request(variant, n)
@@ -229,7 +229,7 @@ def _tiles(system: System, geometry: Geometry, lengths: Array, parts: Sequence[A
 
 @functools.lru_cache(maxsize=2)
 def totals(round_: Round, system: System, geometry: Geometry) -> tuple[int, dict[int, int]]:
-    """Tiles, and token rows above each threshold of the plan rules, pad requests included; with the indexer."""
+    """Return tiles, and token rows above each threshold of the plan rules, pad requests included; with the indexer."""
     lengths, pads = list(round_.seq_lens), round_.bucket - round_.raw_batch
     if "verify_lens" in system.lens(geometry):
         # A pad request, or the last one, owns what the others leave (contract 9).
@@ -248,13 +248,13 @@ def totals(round_: Round, system: System, geometry: Geometry) -> tuple[int, dict
 
 
 def has_plan(system: System, geometry: Geometry, bucket: int) -> bool:
-    """Whether a top-k plan is written for `bucket` requests (contract 5)."""
+    """Return whether a top-k plan is written for `bucket` requests (contract 5)."""
     rows = system.capacity(geometry, bucket)
     return geometry.indexer and is_written(rows, PLAN_RULES[geometry.plan_rules].max_clusters)
 
 
 def full_rows(system: System, geometry: Geometry, bucket: int) -> tuple[int, ...]:
-    """Token rows of each request of a full batch that leaves none over."""
+    """Return token rows of each request of a full batch that leaves none over."""
     if "verify_lens" in system.lens(geometry):
         return capture_lens(system.capacity(geometry, bucket), bucket, geometry.draft_tokens)
     return (geometry.draft_tokens,) * bucket
@@ -287,7 +287,7 @@ def lengths_of_total(boundary: Boundary, system: System, geometry: Geometry) -> 
 
 
 def marks(round_: Round, system: System, geometry: Geometry) -> set[Mark]:
-    """The marks of every boundary that `round_` holds, and of other values of the same kinds."""
+    """Return the marks of every boundary that `round_` holds, and of other values of the same kinds."""
     lengths, requests, n = round_.seq_lens, round_.requests, geometry.draft_tokens
     found: set[Mark] = {(Kind.BATCH, round_.raw_batch, 0, "", round_.bucket)}
     found |= {(Kind.LENGTH, length, 0, "", 0) for length in lengths}

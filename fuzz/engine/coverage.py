@@ -62,14 +62,14 @@ class Quantity:
     whole: bool = False
 
     def band(self, amounts: Array) -> Array:
-        """1 to len(bands); 0 is that of a pad row."""
+        """Return 1 to len(bands); 0 is that of a pad row."""
         return 1 + np.searchsorted(self.limits, amounts).astype(np.int64)
 
     def steps(self) -> Array:
         return -(-self.amounts // self.step)
 
     def edges(self) -> Array:
-        """Index into EDGES, by length."""
+        """Return an index into EDGES, by length."""
         rest = self.amounts % self.step
         return np.select([rest == 0, rest == 1, rest == self.step - 1], [0, 1, 2], 3).astype(np.int64)
 
@@ -155,7 +155,7 @@ class Coverage:
         )
 
     def _total_band(self, quantity: Quantity, round_: Round) -> int:
-        """Of a whole quantity, pad rows included."""
+        """Return the band of a whole quantity, pad rows included."""
         if quantity.name == "sum":
             pads = round_.bucket - round_.raw_batch
             total = sum(round_.seq_lens) + pads * self.system.pad_length(self.geometry)
@@ -177,19 +177,20 @@ class Coverage:
     # Steering --------------------------------------------------------------------------------------------------------
 
     def least_visited_regimes(self, regimes: Sequence[str]) -> list[str]:
-        """Those of `regimes` that have followed the current one least often."""
+        """Return those of `regimes` that have followed the current one least often."""
         if self._regime is None:
             return list(regimes)
         counts = {regime: self._regimes[self._regime, regime] for regime in regimes}
         return [regime for regime, count in counts.items() if count == min(counts.values())]
 
     def least_visited_boundaries(self) -> list[Boundary]:
-        """The boundaries shown least often."""
+        """Return the boundaries shown least often."""
         least = min(self.boundaries.values())
         return [boundary for boundary, count in self.boundaries.items() if count == least]
 
     def aim(self, bucket: int, tenants: Array, tie: Array) -> Array:
-        """For each batch row, the length whose next round would visit most that was never visited: [len(tenants)].
+        """Return for each batch row, the length whose next round would visit most that was never visited:
+        [len(tenants)].
 
         `tenants`: index into TENANTS of whose rows they will be. `tie` [len(tenants)]: non-negative words that decide
         between equals.
@@ -215,7 +216,7 @@ class Coverage:
     # Reporting -------------------------------------------------------------------------------------------------------
 
     def visits(self) -> dict[Key, int]:
-        """How often each thing that can be visited was, in a fixed order."""
+        """Return how often each thing that can be visited was, in a fixed order."""
         found: dict[Key, int] = {}
         for i, q in enumerate(self._rows):
             reached = {0, *self._band[i, self.candidates].tolist()}
@@ -232,7 +233,8 @@ class Coverage:
         return found | {("boundary", boundary.name): count for boundary, count in self.boundaries.items()}
 
     def _total_bands(self, quantity: Quantity, bucket: int) -> set[int]:
-        """The bands that a round of `bucket` can reach, taking it that every total between least and most can be."""
+        """Return the bands that a round of `bucket` can reach, taking it that every total between least and most can
+        be."""
         rows = full_rows(self.system, self.geometry, bucket)
         full = Round(bucket=bucket, seq_lens=(), requests=(1,) * bucket, verify_lens=rows)
         ends = [(int(self.candidates[end]),) * bucket for end in (0, -1)]
@@ -240,16 +242,16 @@ class Coverage:
         return set(range(least, most + 1))
 
     def never_visited(self) -> list[Key]:
-        """What can be visited and never was."""
+        """Return what can be visited and never was."""
         return [key for key, count in self.visits().items() if not count]
 
     def digest(self) -> str:
-        """16 hexadecimal digits of all visits."""
+        """Return 16 hexadecimal digits of all visits."""
         text = json.dumps([[*key, count] for key, count in self.visits().items()])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def lines(self) -> list[str]:
-        """The report: what each quantity stands for, how much of each kind was visited, and what never was."""
+        """Return the report: what each quantity stands for, how much of each kind was visited, and what never was."""
         visits = self.visits()
         lines = [f"{quantity.name}: {', '.join(quantity.fields)}" for quantity in self.quantities]
         for kind in dict.fromkeys(key[0] for key in visits):
@@ -261,7 +263,7 @@ class Coverage:
 
 
 def say(key: Key) -> str:
-    """A key of `visits` in words."""
+    """Say a key of `visits` in words."""
     kind, *rest = key
     if kind == "pair":
         return f"{rest[0]}: {rest[1]}, then {rest[2]}"
@@ -275,7 +277,7 @@ def _move(difference: Array) -> Array:
 
 
 def _pair_visits(quantity: Quantity, counts: Array, reached: Sequence[set[int]]) -> dict[Key, int]:
-    """Of each pair of bands that are in one of the sets `reached`."""
+    """Return the visits of each pair of bands that are in one of the sets `reached`."""
     names = (PAD, *quantity.bands)
     pairs = {pair for states in reached for pair in itertools.product(states, states)}
     return {("pair", quantity.name, names[a], names[b]): int(counts[a, b]) for a, b in sorted(pairs)}
@@ -285,7 +287,7 @@ def _pair_visits(quantity: Quantity, counts: Array, reached: Sequence[set[int]])
 
 
 def quantities(system: System, geometry: Geometry, buckets: Sequence[int]) -> list[Quantity]:
-    """One for each way in which fields of the layout turn; a field that is written at capture only has none."""
+    """Return one for each way in which fields of the layout turn; a field that is written at capture only has none."""
     groups: dict[tuple[object, ...], list[Field]] = {}
     for bucket in sorted(buckets, reverse=True):  # a plan exists at wide buckets only
         for field in system.layout(geometry, bucket):
@@ -297,7 +299,7 @@ def quantities(system: System, geometry: Geometry, buckets: Sequence[int]) -> li
 
 
 def _way(field: Field, geometry: Geometry) -> tuple[object, ...]:
-    """(what the field follows, step): fields with the same way are one quantity."""
+    """Return (what the field follows, step): fields with the same way are one quantity."""
     if field.row is Row.MULTIPROCESSOR:
         return "tiles", 1
     if field.compare is Compare.ITEMS:
@@ -362,7 +364,7 @@ def _quantity(way: tuple[object, ...], group: Sequence[Field], system: System, g
 
 
 def _ascending(ends: Sequence[tuple[int, str]]) -> tuple[Array, tuple[str, ...]]:
-    """Without the bands that another one covers."""
+    """Return the bands in ascending order, without the bands that another one covers."""
     kept: list[tuple[int, str]] = []
     for limit, band in ends:
         if not kept or limit > kept[-1][0]:

@@ -91,7 +91,7 @@ class Lane(IntEnum):
 
 
 def word(seed: int, round_: int, lane: int, element: int) -> int:
-    """0 <= word < 2**63, in plain Python; `bits` gives the same."""
+    """Return a word, 0 <= word < 2**63, in plain Python; `bits` gives the same."""
     value = _mix_int(_round_key(seed, round_) + lane * _STRIDES[2] & _MASK)
     return _mix_int(value + element * _STRIDES[3] & _MASK) >> 1
 
@@ -102,7 +102,7 @@ def _round_key(seed: int, round_: int) -> int:
 
 
 def bits(seed: Any, round_: Any, lane: Any, element: Any) -> Any:
-    """int64 in [0, 2**63); all arguments are int64 arrays or tensors that broadcast together."""
+    """Return int64 in [0, 2**63); all arguments are int64 arrays or tensors that broadcast together."""
     value = _mix(seed * _signed(_STRIDES[0]))
     for counter, stride in zip((round_, lane, element), _STRIDES[1:], strict=True):
         value = _mix(value + counter * _signed(stride))
@@ -118,8 +118,8 @@ def below(words: Any, span: Any) -> Any: ...
 
 
 def below(words: Any, span: Any) -> Any:
-    """0 <= value < span for `words` of `word` or `bits`; 1 <= span < 2**31. Multiplies instead of dividing, so that
-    each value is as likely as any other to one part in 2**32 / span."""
+    """Return 0 <= value < span for `words` of `word` or `bits`; 1 <= span < 2**31. Multiplies instead of dividing, so
+    that each value is as likely as any other to one part in 2**32 / span."""
     return (words >> 31) * span >> 32
 
 
@@ -141,7 +141,7 @@ def _shifted(value: Any, by: int) -> Any:
 
 
 def _signed(value: int) -> int:
-    """The int64 with the bits of `value` modulo 2**64."""
+    """Return the int64 with the bits of `value` modulo 2**64."""
     return (value + (1 << 63) & _MASK) - (1 << 63)
 
 
@@ -190,17 +190,17 @@ REGIMES: Final[dict[str, tuple[Length, Length]]] = {
 
 
 def regimes(system: System, geometry: Geometry) -> tuple[str, ...]:
-    """The regimes that differ from the others in `system`."""
+    """Return the regimes that differ from the others in `system`."""
     return tuple(name for name in REGIMES if name != "ragged" or "extend_lens" in system.lens(geometry))
 
 
 def expand(spec: RoundSpec, system: System, geometry: Geometry) -> Round:
-    """The round that `spec` stands for."""
+    """Return the round that `spec` stands for."""
     return as_round(expand_columns([spec], system, geometry), 0, system, geometry)
 
 
 def as_round(columns: dict[str, Any], i: int, system: System, geometry: Geometry) -> Round:
-    """Row `i` of what `expand_columns` gave."""
+    """Return row `i` of what `expand_columns` gave."""
     raw = int(columns["raw"][i])
     lens: dict[str, Any] = {name: tuple(columns[name][i, :raw].tolist()) for name in system.lens(geometry)}
     if system.seeded:
@@ -221,7 +221,8 @@ def as_round(columns: dict[str, Any], i: int, system: System, geometry: Geometry
 
 
 def moves_of(columns: dict[str, Any], i: int) -> list[tuple[int, int, int]]:
-    """(row, origin, pages) of the request rows that move in row `i`, each once; 0 pages if it takes no prefix."""
+    """Return (row, origin, pages) of the request rows that move in row `i`, each once; 0 pages if it takes no
+    prefix."""
     names = ("remap", "remap_origins", "remap_pages")
     found: dict[int, tuple[int, int, int]] = {}
     for row, origin, pages in zip(*(columns[name][i].tolist() for name in names), strict=True):
@@ -233,7 +234,7 @@ def moves_of(columns: dict[str, Any], i: int) -> list[tuple[int, int, int]]:
 def expand_columns(
     specs: Sequence[RoundSpec], system: System, geometry: Geometry, device: torch.device | None = None
 ) -> dict[str, Any]:
-    """All rounds of `specs` as int64 columns, NumPy arrays or (given a `device`) tensors, equal bit for bit.
+    """Return all rounds of `specs` as int64 columns, NumPy arrays or (given a `device`) tensors, equal bit for bit.
 
     `bucket`, `raw`, `poison`, `twice`, `seed`: [M]. `seq_lens`, `requests`, `extend_lens`, `accept_lens`,
     `verify_lens`, `replay_floors`: [M, widest bucket], of which the first `raw` mean something. `remap`: [M,
@@ -285,11 +286,11 @@ class _Columns:
         }
 
     def _below(self, lane: Lane, span: Any) -> Any:
-        """[M, B]"""
+        """Return [M, B]"""
         return below(self.words[:, lane, : self.batch_row.shape[1]], span)
 
     def _once(self, lane: Lane, span: Any) -> Any:
-        """[M, 1]"""
+        """Return [M, 1]"""
         return below(self.words[:, lane, :1], span)
 
     def _seq_lens(self) -> Any:
@@ -326,13 +327,13 @@ class _Columns:
         return self._where(lengths > self.geometry.context, self.geometry.context, lengths)
 
     def _undefined(self, lengths: Any) -> Any:
-        """[M, 1]: rounds whose schedule the contract leaves undefined (3.6)."""
+        """Return [M, 1]: rounds whose schedule the contract leaves undefined (3.6)."""
         nothing = self._where(self.live, lengths, 0).sum(1)[:, None] == 0
         undefined = [undefined_when_empty(self.system, self.geometry, spec.bucket) for spec in self.specs]
         return nothing & (self.raw == self.bucket) & self._array(np.array(undefined, np.bool_))[:, None]
 
     def _requests(self) -> Any:
-        """Distinct request rows, by an affine permutation; those of hot batch rows may be one."""
+        """Return distinct request rows, by an affine permutation; those of hot batch rows may be one."""
         rows = self.geometry.request_rows - 1
         units = self._array(_units(rows))
         unit = units[self._once(Lane.UNIT, len(units))]
@@ -348,7 +349,7 @@ class _Columns:
         return self._where(ragged & self.live, lens, n)
 
     def _verify_lens(self) -> Any:
-        """1 to N each, scaled down where their sum would exceed the token rows of the graph (contract 9)."""
+        """Return 1 to N each, scaled down where their sum would exceed the token rows of the graph (contract 9)."""
         extra = self._where(self.live, self._below(Lane.VERIFY, self.geometry.draft_tokens), 0)
         if "verify_lens" not in self.system.lens(self.geometry):
             return 1 + extra
@@ -359,7 +360,8 @@ class _Columns:
         return 1 + self._where(total > spare, extra * spare // self._where(total > 0, total, 1), extra)
 
     def _floors(self, lengths: Any) -> Any:
-        """0 of half of the requests, else around the window; of requests that several batch rows name always 0."""
+        """Return 0 of half of the requests, else around the window; of requests that several batch rows name always
+        0."""
         lane = self._array(np.array([[Lane.FLOOR]], np.int64))
         steps = self.geometry.window + 5
         drawn = below(bits(self.seed, self.round, lane, self.batch_row), 2 * steps)

@@ -12,6 +12,7 @@ from dsa_verify.rounds.matrix import undefined_when_empty as undefined_when_empt
 
 
 def most_requests(system: System, geometry: Geometry, bucket: int) -> int:
-    """Live requests that a round of `bucket` can hold: each needs a request row, and a token row (contract 9)."""
+    """Return live requests that a round of `bucket` can hold: each needs a request row, and a token row (contract
+    9)."""
     most = min(bucket, geometry.request_rows - 1)
     return min(most, system.capacity(geometry, bucket))

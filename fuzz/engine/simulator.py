@@ -139,8 +139,8 @@ class EngineSimulator:
         return round_
 
     def emit(self, bucket: int | None = None, *, poison: str | None = None, twice: bool | None = None) -> Round:
-        """A round of the batch as it is, in the smallest bucket that holds it unless another is named; what is not
-        said is drawn."""
+        """Return a round of the batch as it is, in the smallest bucket that holds it unless another is named; what is
+        not said is drawn."""
         requests = self.live
         bucket = bucket or self.smallest_bucket(len(requests))
         lens: dict[str, Any] = {}
@@ -168,16 +168,16 @@ class EngineSimulator:
         return self._passed(round_)
 
     def outside(self, spec: RoundSpec) -> Round:
-        """The round of `spec`; the batch stays as it is, but for the pages that `spec` moves."""
+        """Return the round of `spec`; the batch stays as it is, but for the pages that `spec` moves."""
         columns = expand_columns([spec], self.system, self.geometry)
         return self._with_moves(as_round(columns, 0, self.system, self.geometry))
 
     def at(self, boundary: Boundary) -> Round:
-        """A round that holds `boundary`; what it leaves open is drawn."""
+        """Return a round that holds `boundary`; what it leaves open is drawn."""
         return self._with_moves(force_boundary(boundary, self._base(boundary), self.system, self.geometry))
 
     def check(self) -> None:
-        """AssertionError if the simulator is in a state that no engine can be in."""
+        """Raise AssertionError if the simulator is in a state that no engine can be in."""
         owned = [request.row for request in self.live if not request.shares]
         assert len(set(owned)) == len(owned), f"two requests own one row: {owned}"
         rows = {request.row for request in self.live}
@@ -205,7 +205,7 @@ class EngineSimulator:
         self._preempt_until_pages_suffice()
 
     def fill(self) -> None:
-        """New requests until the batch, the rows or the pages are full."""
+        """Admit new requests until the batch, the rows or the pages are full."""
         while len(self.live) < self.most and self.free:
             self._append(self._prompt_length())
         self._preempt_until_pages_suffice()
@@ -222,7 +222,7 @@ class EngineSimulator:
         self._readers[request.row] += 1
 
     def accept(self) -> None:
-        """Every live request grows by the tokens that were accepted; those at the end of the context finish."""
+        """Let every live request grow by the tokens that were accepted; finish those at the end of the context."""
         for at, request in enumerate(self.live):
             if request.shares and self.free:
                 shared = request.row
@@ -252,8 +252,8 @@ class EngineSimulator:
         del self.waiting[:-MOST_WAITING]  # an engine gives up on a request at some time
 
     def resume(self) -> None:
-        """The one that has waited longest (else the one admitted last, after its preemption) comes back on other pages;
-        a new one is admitted where there is none at all."""
+        """Bring back the one that has waited longest (else the one admitted last, after its preemption) on other pages;
+        admit a new one where there is none at all."""
         if not self.waiting and not self.live:
             return self.admit()
         if not self.waiting or len(self.live) >= self.most:
@@ -293,7 +293,7 @@ class EngineSimulator:
         self._preempt_until_pages_suffice()
 
     def shuffle(self) -> None:
-        """The batch in another order."""
+        """Put the batch into another order."""
         for last in range(len(self.live) - 1, 0, -1):
             other = self.draw(Lane.ORDER, last + 1)
             self.live[last], self.live[other] = self.live[other], self.live[last]
@@ -333,7 +333,7 @@ class EngineSimulator:
             next(other for other in self.live if other.row == request.row).shares = False
 
     def _move(self, row: int) -> bool:
-        """Whether `row` moves to pages of its own in this round; only so many can."""
+        """Return whether `row` moves to pages of its own in this round; only so many can."""
         if not self._may_move(row):
             return False
         if row not in self._moved:
@@ -344,7 +344,7 @@ class EngineSimulator:
         return True
 
     def _may_move(self, row: int) -> bool:
-        """Whether there is room for it, and others do not have the pages that it would get."""
+        """Return whether there is room for it, and others do not have the pages that it would get."""
         if row in self._moved:
             return True
         return len(self._moved) < REMAPS_PER_ROUND and not self._lent_pages(row, self.generations[row] + 1)
@@ -370,8 +370,8 @@ class EngineSimulator:
     # Shared pages ----------------------------------------------------------------------------------------------------
 
     def _take_prefix(self, request: Request, origin: int, pages: int) -> None:
-        """The first `pages` of `request`, or as many as it does not write, are from now on those that `origin` had in
-        the round before; those behind are new. Nothing, where they are not `origin`'s own, or `request` cannot move."""
+        """Make the first `pages` of `request`, or as many as it does not write, those that `origin` had in the round
+        before; those behind are new. Nothing, where they are not `origin`'s own, or `request` cannot move."""
         row, pages = request.row, min(pages, self._whole_pages(request.length))
         moved = origin in self._moved and origin != row
         if not pages or moved or origin in self._borrowed:
@@ -384,7 +384,7 @@ class EngineSimulator:
                 self._lent.setdefault((origin, before % DISJOINT_GENERATIONS), {})[row] = pages
 
     def _prefixes(self, rows: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
-        """Those of `rows`, which move in this round; what has to wait takes none."""
+        """Return those of `rows`, which move in this round; what has to wait takes none."""
         found = tuple((row, *self._taken[row]) for row in rows if row in self._taken)
         for row in self._taken.keys() - set(rows):
             self._give_back(row)
@@ -396,23 +396,23 @@ class EngineSimulator:
         return pages
 
     def _length_behind(self, pages: int) -> int:
-        """The shortest request that does not write the first `pages`."""
+        """Return the shortest request that does not write the first `pages`."""
         return pages * self.geometry.allocator_page + self.system.written_back(self.geometry) if pages else 0
 
     def _spare_pages(self, row: int) -> int:
-        """What nobody writes of `row`."""
+        """Return what nobody writes of `row`."""
         return min(self._whole_pages(request.length) for request in self.live if request.row == row)
 
     def _least_length(self, row: int) -> int:
         return self._length_behind(self._shared_pages(row))
 
     def _shared_pages(self, row: int) -> int:
-        """How many of the first pages of `row` another row has, too, or had when it was given them."""
+        """Return how many of the first pages of `row` another row has, too, or had when it was given them."""
         taken = self._borrowed.get(row, (0, 0, 0))[2]
         return max(taken, self._lent_pages(row, self.generations[row]))
 
     def _lent_pages(self, row: int, generation: int) -> int:
-        """How many of the first pages of `row` in `generation` other rows have."""
+        """Return how many of the first pages of `row` in `generation` other rows have."""
         return max(self._lent.get((row, generation % DISJOINT_GENERATIONS), {}).values(), default=0)
 
     def _give_back(self, row: int) -> None:
@@ -429,12 +429,12 @@ class EngineSimulator:
             used = used - self._pages_of(last.length) if alone else self._pages_used()
 
     def _pages(self) -> int:
-        """Allocator pages of the pool."""
+        """Return allocator pages of the pool."""
         whole = -(-self.geometry.context // self.geometry.allocator_page)
         return max(whole, self.most * whole // _CROWDED)
 
     def _pages_used(self) -> int:
-        """A row that several read counts once, by the longest."""
+        """Return how many pages are used. A row that several read counts once, by the longest."""
         longest: dict[int, int] = {}
         for request in self.live:
             longest[request.row] = max(longest.get(request.row, 0), request.length)
@@ -449,7 +449,7 @@ class EngineSimulator:
         return below(word(self.seed, self.index, lane, element), span)
 
     def draw(self, lane: int, span: int) -> int:
-        """The next value of `lane` in this round."""
+        """Return the next value of `lane` in this round."""
         self._draws[lane] += 1
         return self._below(lane, span, self._draws[lane])
 
@@ -486,13 +486,13 @@ class EngineSimulator:
         return 1 + self.draw(Lane.ACCEPTED, self.geometry.draft_tokens)
 
     def _floor(self, length: int) -> int:
-        """0 of half of the requests, else around the window that ends with `length` (contract 7.1)."""
+        """Return 0 of half of the requests, else around the window that ends with `length` (contract 7.1)."""
         steps = self.geometry.window + 5
         drawn = self.draw(Lane.REPLAY_FLOOR, 2 * steps)
         return 0 if drawn >= steps else min(max(length - drawn + 2, 0), self.geometry.context)
 
     def _verify_lens(self, bucket: int, count: int) -> tuple[int, ...]:
-        """1 to N each, as long as the token rows of the graph last (contract 9)."""
+        """Return 1 to N each, as long as the token rows of the graph last (contract 9)."""
         spare, lens = self.system.capacity(self.geometry, bucket) - count, []
         for _ in range(count):
             extra = min(self.draw(Lane.VERIFIED, self.geometry.draft_tokens), spare)
@@ -501,7 +501,7 @@ class EngineSimulator:
         return tuple(lens)
 
     def smallest_bucket(self, count: int) -> int:
-        """The smallest that holds `count` requests."""
+        """Return the smallest that holds `count` requests."""
         return next(b for b in self.buckets if most_requests(self.system, self.geometry, b) >= count)
 
     def _least_visited_boundary(self) -> Boundary:
@@ -511,7 +511,7 @@ class EngineSimulator:
         return known[self.draw(Lane.WHICH, len(known))]
 
     def _base(self, boundary: Boundary) -> Round:
-        """A round with enough live requests for `boundary`, everything drawn."""
+        """Return a round with enough live requests for `boundary`, everything drawn."""
         spec = spec_at(self.seed, self.index, self.system, self.geometry, self.buckets)
         fitting = [b for b in self.buckets if most_requests(self.system, self.geometry, b) >= fewest_requests(boundary)]
         bucket = boundary.bucket or fitting[self.draw(Lane.BUCKET, len(fitting))]
@@ -550,8 +550,8 @@ class EngineSimulator:
         )
 
     def _as_many_as_move(self, tenants: Array, before: Array) -> Array:
-        """`tenants` of the batch rows that `before` (-1: nobody) held, where only so many of those rows move to other
-        pages in one round. Who comes later stays on the pages that they have."""
+        """Return `tenants` of the batch rows that `before` (-1: nobody) held, where only so many of those rows move to
+        other pages in one round. Who comes later stays on the pages that they have."""
         wanting = (tenants == ON_OTHER_PAGES) & (before > 0)
         _, first = np.unique(before[wanting], return_index=True)
         moving = before[wanting][np.sort(first)][:REMAPS_PER_ROUND]

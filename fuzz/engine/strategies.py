@@ -37,7 +37,7 @@ def specs(system: System, geometry: Geometry, buckets: Sequence[int]) -> SearchS
 
 
 def spec_at(seed: int, round_: int, system: System, geometry: Geometry, buckets: Sequence[int]) -> RoundSpec:
-    """The spec number `round_` of `seed`."""
+    """Return the spec number `round_` of `seed`."""
     element = count()
 
     def choose(values: Sequence[T]) -> T:
@@ -47,7 +47,7 @@ def spec_at(seed: int, round_: int, system: System, geometry: Geometry, buckets:
 
 
 def specs_at(seed: int, numbers: range, system: System, geometry: Geometry, buckets: Sequence[int]) -> list[RoundSpec]:
-    """`spec_at` of all `numbers`, in a few array operations instead of thousands of Python ones."""
+    """Return `spec_at` of all `numbers`, in a few array operations instead of thousands of Python ones."""
     round_ = np.array(numbers, np.int64)[:, None]
     # Bucket, raw batch, regime and hot entries, in the order in which `_spec` chooses them.
     words = bits(np.array([[seed]], np.int64), round_, np.array([[Lane.SPEC]], np.int64), np.arange(4)[None, :])

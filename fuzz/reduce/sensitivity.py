@@ -67,8 +67,8 @@ def explain(
     clock: Callable[[], float] = time.monotonic,
     ledger: Ledger = NO_WAIVERS,
 ) -> Explanation:
-    """What the finding of `signature` depends on in `scenario`, which is best shrunk before: each of its values costs
-    several replays. `subject`: a factory instead of the one that `scenario` names. `ledger`: what is waived.
+    """Return what the finding of `signature` depends on in `scenario`, which is best shrunk before: each of its values
+    costs several replays. `subject`: a factory instead of the one that `scenario` names. `ledger`: what is waived.
     UsageError if `scenario` does not show the signature; DeviceLost."""
     trials = Trials(signature, backend, subject=subject, budget_s=budget_s, clock=clock, ledger=ledger)
     study = _Study(dataclasses.replace(scenario, found=None), trials)
@@ -110,7 +110,8 @@ class _Study:
             study()
 
     def sentence(self, finished: bool) -> str:
-        """Like "2 rounds, 1 request: length 64 then 65; any request row; everything else is free"."""
+        """Return the explanation in words, such as "2 rounds, 1 request: length 64 then 65; any request row; everything
+        else is free"."""
         raw = [round_.raw_batch for round_ in self.case.rounds]
         counts = " then ".join(map(str, raw)) if len(set(raw)) > 1 else str(raw[0])
         head = f"{len(raw)} {_plural('round', len(raw))}, {counts} {_plural('request', max(raw))}"
@@ -126,7 +127,7 @@ class _Study:
             self.phrases.append(phrase or f"{what} {stays}")
 
     def _needed(self, candidates: Sequence[Scenario]) -> bool:
-        """Whether the finding is gone in one of `candidates`; those that are no legal cases say nothing."""
+        """Return whether the finding is gone in one of `candidates`; those that are no legal cases say nothing."""
         return not all(self.shows(candidate) for candidate in candidates if is_legal(candidate))
 
     def _in_round(self, i: int) -> str:
@@ -161,7 +162,7 @@ class _Study:
         return self._with_round(i, put("seq_lens", b, value, self.case.rounds[i]))
 
     def _range_of(self, length: int, variant: Callable[[int], Scenario]) -> str:
-        """With which lengths in the place of `length` the finding stays, in words."""
+        """Say with which lengths in the place of `length` the finding stays."""
         least, most = get_system(self.case.system).shortest_length(self.case.geometry), self.case.geometry.context
         page = self.case.geometry.page_size
         near = {length + step for step in (-page, -1, 1, page)}
@@ -177,7 +178,7 @@ class _Study:
         *,
         ordered: bool = True,
     ) -> str:
-        """With which of `values`, ascending, in the place of `value` the finding stays, in words; some are `tried`.
+        """Say with which of `values`, ascending, in the place of `value` the finding stays; some are `tried`.
 
         `ordered`: between two of them with which it stays it is likely to; otherwise only an unbroken range is one.
         """
@@ -234,7 +235,8 @@ class _Study:
             self.phrases.append(f"any {_plural('request row', len(rows))}{together}")
 
     def _with_rows_to_try(self, last: int) -> Scenario:
-        """The case, with more request rows where it has hardly any behind `last` and they do not end the finding."""
+        """Return the case, with more request rows where it has hardly any behind `last` and they do not end the
+        finding."""
         count = self.case.geometry.request_rows
         if last + 2 < count:
             return self.case
@@ -245,7 +247,7 @@ class _Study:
         return self.case
 
     def _with_row(self, wide: Scenario, row: int) -> Scenario:
-        """The case itself if it has `row`: with more rows all of them are on other pages."""
+        """Return the case itself if it has `row`: with more rows all of them are on other pages."""
         return self.case if row < self.case.geometry.request_rows else wide
 
     def _with_request(self, wide: Scenario, row: int, other: int) -> Scenario:
@@ -326,7 +328,7 @@ class _Study:
                 self._judge(name, value, str(value) if self._needed(usual) else FREE)
 
     def _with_geometry(self, name: str, values: Sequence[int]) -> Iterator[tuple[int, Scenario]]:
-        """The case with each of `values` that makes a geometry."""
+        """Yield the case with each of `values` that makes a geometry."""
         for value in values:
             try:
                 geometry = self.case.geometry.replace(**{name: value})
@@ -335,7 +337,8 @@ class _Study:
             yield value, dataclasses.replace(self.case, geometry=geometry)
 
     def _counted(self, size: int, variants: dict[int, Scenario]) -> str:
-        """Where the finding stays with another number than `size`: FREE, that number alone, or as many or more."""
+        """Return where the finding stays with another number than `size`: FREE, that number alone, or as many or
+        more."""
         shows = {other: self.shows(case) for other, case in variants.items() if is_legal(case)}
         if all(shows.values()):
             return FREE
@@ -344,7 +347,7 @@ class _Study:
 
 
 def _renamed_once(case: Scenario, row: int, other: int) -> Iterator[Scenario]:
-    """`case` with one of several mentions of `row` changed; none where there is only one."""
+    """Yield `case` with one of several mentions of `row` changed; none where there is only one."""
     places = [
         (i, b) for i, round_ in enumerate(case.rounds) for b, request in enumerate(round_.requests) if request == row
     ]
@@ -363,7 +366,7 @@ def _range(low: int, high: int, least: int, most: int) -> str:
 
 
 def _spread(values: Sequence[int]) -> Sequence[int]:
-    """At most _SPREAD of them, evenly."""
+    """Return at most _SPREAD of them, evenly."""
     return values[:: -(-len(values) // _SPREAD)]
 
 

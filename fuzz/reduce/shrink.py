@@ -64,7 +64,7 @@ def shrink(
     on_accept: Callable[[Scenario], None] = lambda scenario: None,
     ledger: Ledger = NO_WAIVERS,
 ) -> Shrunk:
-    """A case no larger than `scenario` that shows a finding of `signature` in its first wrong round.
+    """Return a case no larger than `scenario` that shows a finding of `signature` in its first wrong round.
 
     `subject`: a factory instead of the subject that `scenario` names. `on_accept`: called with each smaller case.
     `on_launch`: with each candidate, before anything of it is launched. `ledger`: what is waived. At most one replay
@@ -154,15 +154,15 @@ class _Search:
         return self.attempt(dataclasses.replace(self.best, rounds=tuple(rounds)))
 
     def attempt_all(self, change: Callable[[Round], Round]) -> bool:
-        """Every round changed."""
+        """Attempt the case with every round changed."""
         return self.attempt_rounds([change(round_) for round_ in self.rounds])
 
     def attempt_round(self, i: int, change: Callable[[Round], Round]) -> bool:
-        """Round `i` changed."""
+        """Attempt the case with round `i` changed."""
         return self.attempt_rounds([*self.rounds[:i], change(self.rounds[i]), *self.rounds[i + 1 :]])
 
     def attempt_each(self, change: Callable[[Round], Round]) -> None:
-        """All rounds changed at once, or else as many as may be, one by one from the last."""
+        """Attempt all rounds changed at once, or else as many as may be, one by one from the last."""
         if not self.attempt_all(change) and len(self.rounds) > 1:
             for i in reversed(range(len(self.rounds))):
                 self.attempt_round(i, change)
@@ -182,7 +182,7 @@ class _Search:
 
 
 def drop_rounds(search: _Search) -> None:
-    """Those after the finding at once, then halves, quarters, ... of the rest, the earliest first."""
+    """Drop the rounds after the finding at once, then halves, quarters, ... of the rest, the earliest first."""
     if search.finding.round is not None:
         search.attempt_rounds(search.rounds[: search.finding.round + 1])
     _drop_parts(search.rounds, search.attempt_rounds, least=1)
@@ -219,7 +219,7 @@ def plain_inputs(search: _Search) -> None:
 
 
 def drop_buckets(search: _Search) -> None:
-    """Those that no round uses."""
+    """Drop the buckets that no round uses."""
     for bucket in search.best.buckets:
         rest = tuple(each for each in search.best.buckets if each != bucket)
         if rest and all(round_.bucket != bucket for round_ in search.rounds):
@@ -227,7 +227,7 @@ def drop_buckets(search: _Search) -> None:
 
 
 def smaller_buckets(search: _Search) -> None:
-    """Each as small as its rounds allow."""
+    """Make each bucket as small as its rounds allow."""
     for bucket in sorted(search.best.buckets):
         raw = max((round_.raw_batch for round_ in search.rounds if round_.bucket == bucket), default=0)
         for size in _from_the_least(max(raw, 1), bucket):
@@ -236,7 +236,7 @@ def smaller_buckets(search: _Search) -> None:
 
 
 def smaller_geometry(search: _Search) -> None:
-    """Smaller drafts; and no difference from the preset that is not needed, but for smaller sizes."""
+    """Make drafts smaller, and leave no difference from the preset that is not needed, but for smaller sizes."""
     system = get_system(search.best.system)
     for name in (*(["draft_tokens"] if system.drafts else []), *system.sizes):
         for size in _from_the_least(_LEAST_SIZES[name], getattr(search.best.geometry, name)):
@@ -283,7 +283,7 @@ def plain_lens(search: _Search) -> None:
 
 
 def short_lengths(search: _Search) -> None:
-    """All of them 1, or else each as low as it may be, by the boundaries first (contract 10)."""
+    """Make all lengths 1, or else each as low as it may be, by the boundaries first (contract 10)."""
     least = get_system(search.best.system).shortest_length(search.best.geometry)
     search.attempt_each(lambda round_: _set(seq_lens=(max(least, 1),) * round_.raw_batch)(round_))
     for i in reversed(range(len(search.rounds))):
@@ -330,7 +330,7 @@ def _lower_floor(search: _Search, i: int, b: int) -> None:
 
 
 def _lower(search: _Search, row: int) -> None:
-    """Request `row` called by the lowest number that no other has, as far as the finding stays."""
+    """Call request `row` by the lowest number that no other has, as far as the finding stays."""
     case, named = search.best, named_requests(search.best)
     values = [*(each for each in range(1, row) if each not in named), row]
 
@@ -370,7 +370,7 @@ def _attempt_prefixes(search: _Search, i: int, prefixes: Sequence[tuple[int, int
 
 
 def _take_less(search: _Search, i: int, at: int) -> None:
-    """Prefix `at` of round `i` as short as the finding allows."""
+    """Make prefix `at` of round `i` as short as the finding allows."""
     before, (row, origin, pages), after = _around(search.rounds[i].prefixes, at)
     for fewer in _from_the_least(1, pages):
         if _attempt_prefixes(search, i, (*before, (row, origin, fewer), *after)):
@@ -395,7 +395,7 @@ def _from_the_least(least: int, size: int) -> list[int]:
 
 
 def turning_lengths(scenario: Scenario) -> list[int]:
-    """Legal lengths at which any formula turns; ascending."""
+    """Return legal lengths at which any formula turns; ascending."""
     shortest = get_system(scenario.system).shortest_length(scenario.geometry)
     values = {
         *boundaries(scenario.geometry).tolist(),
@@ -405,7 +405,7 @@ def turning_lengths(scenario: Scenario) -> list[int]:
 
 
 def resized(scenario: Scenario, bucket: int, size: int) -> Scenario:
-    """`scenario` with `size` in the place of `bucket`."""
+    """Return `scenario` with `size` in the place of `bucket`."""
     return dataclasses.replace(
         scenario,
         buckets=tuple(dict.fromkeys(size if each == bucket else each for each in scenario.buckets)),
@@ -417,7 +417,7 @@ def resized(scenario: Scenario, bucket: int, size: int) -> Scenario:
 
 
 def named_requests(scenario: Scenario) -> list[int]:
-    """The request rows that `scenario` mentions, each once, in the order in which they come."""
+    """Return the request rows that `scenario` mentions, each once, in the order in which they come."""
     return list(dict.fromkeys(row for round_ in scenario.rounds for row in _named_in(round_)))
 
 
@@ -426,7 +426,7 @@ def _named_in(round_: Round) -> Sequence[int]:
 
 
 def with_requests(scenario: Scenario, names: dict[int, int]) -> Scenario:
-    """`scenario` with its request rows called otherwise."""
+    """Return `scenario` with its request rows called otherwise."""
     return dataclasses.replace(
         scenario,
         rounds=tuple(
@@ -444,7 +444,7 @@ def with_requests(scenario: Scenario, names: dict[int, int]) -> Scenario:
 
 
 def needless_overrides(geometry: Geometry) -> dict[str, Any]:
-    """Where `geometry` differs from its preset without being smaller, and what the preset has there."""
+    """Return where `geometry` differs from its preset without being smaller, and what the preset has there."""
     preset = Geometry.resolve(geometry.preset)
     found = {}
     for name, value in geometry.overrides().items():
@@ -467,7 +467,7 @@ def closest(bad: int, good: int, shows: Callable[[int], bool]) -> tuple[int, int
 
 
 def put(name: str, b: int, value: int, round_: Round) -> Round:
-    """`round_` with `value` as entry `b` of `name`."""
+    """Return `round_` with `value` as entry `b` of `name`."""
     values = list(getattr(round_, name))
     values[b] = value
     return _set(**{name: tuple(values)})(round_)
@@ -478,7 +478,7 @@ def _set(**changes: Any) -> Callable[[Round], Round]:
 
 
 def _keep(rows: Sequence[int], round_: Round) -> Round:
-    """`round_` with these batch rows only, as far as it has them."""
+    """Return `round_` with these batch rows only, as far as it has them."""
     kept = [row for row in rows if row < round_.raw_batch]
     changes = {name: tuple(getattr(round_, name)[row] for row in kept) for name in ("seq_lens", "requests")}
     if round_.replay_floors is not None:

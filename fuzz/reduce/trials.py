@@ -93,11 +93,12 @@ class Trials:
 
     @property
     def seconds(self) -> float:
-        """Since these trials began."""
+        """Return the seconds since these trials began."""
         return self._clock() - self._start
 
     def finding(self, candidate: Scenario) -> Finding | None:
-        """What `candidate` shows of the signature, replayed from nothing; None if it does not or is no legal case.
+        """Return what `candidate` shows of the signature, replayed from nothing; None if it does not or is no legal
+        case.
 
         Raises OutOfTime before a new replay, and DeviceLost.
         """
@@ -108,7 +109,7 @@ class Trials:
         return self._known[candidate]
 
     def may_show(self, candidate: Scenario, base: Scenario) -> bool:
-        """Whether `candidate`, derived from `base`, is worth a confirmation."""
+        """Return whether `candidate`, derived from `base`, is worth a confirmation."""
         if candidate in self._known:
             return self._known[candidate] is not None
         if candidate in self._screened_out or not is_legal(candidate):
@@ -167,7 +168,8 @@ class Trials:
 
 
 def is_legal(scenario: Scenario) -> bool:
-    """Whether the case reader accepts `scenario`, its system has a layout for it, and the contract defines it."""
+    """Return whether the case reader accepts `scenario`, its system has a layout for it, and the contract defines
+    it."""
     try:
         parse_case(scenario.to_json())
         for bucket in scenario.buckets:
@@ -202,7 +204,7 @@ class _Screen:
         return len(candidate.rounds) <= self._rounds and remap_slots_of(candidate.rounds) <= self._slots
 
     def may_show(self, candidate: Scenario) -> bool:
-        """Whether the first wrong round of `candidate` has something wrong with the field."""
+        """Return whether the first wrong round of `candidate` has something wrong with the field."""
         self._replayer.reset()
         try:
             seen = self._replayer.run(self._setup.table(candidate.rounds, self._slots))
