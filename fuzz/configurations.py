@@ -281,7 +281,7 @@ class _Draw:
         return max(space // (DISJOINT_GENERATIONS * geometry.pages_per_row) - 1, 1)
 
     def _graph_tokens(self, geometry: Geometry, buckets: Sequence[int], card: int) -> int:
-        """As many as all requests of the first bucket could verify, or as few as there are slots, or between, or
+        """Return as many as all requests of the first bucket could verify, or as few as there are slots, or between, or
         whatever each bucket makes of it (0)."""
         full, least = buckets[0] * geometry.draft_tokens, max(buckets)
         if self._counts_rows:
@@ -291,7 +291,7 @@ class _Draw:
         return self.deal("graph_tokens", (max(full, least), least, max((full + least) // 2, least), 0))
 
     def _with_request_rows(self, geometry: Geometry, widest: int) -> Geometry:
-        """As few as a full batch needs, or many."""
+        """Return the geometry with as few request rows as a full batch needs, or with many."""
         if "request_rows" in self.fixed:
             return geometry
         few, many = widest + 1, max(self.base.request_rows, 2 * widest + 1)
@@ -306,7 +306,7 @@ class _Draw:
         return {"context": min(_CONTEXTS[self.kind], self.base.context)}
 
     def _indexer(self) -> dict[str, object]:
-        """Return None, one, or one over pools, where the run has not said which; huge batches always have one."""
+        """Return no indexer, one, or one over pools, where the run has not said which; huge batches always have one."""
         base, fixed = self.base, self.fixed
         if not self.ours or base.indexer or fixed & {"indexer", "pool_size"} or not self.system.indexer:
             return {}

@@ -25,9 +25,10 @@ TORCH_DTYPES: Final = {"int32": torch.int32, "int64": torch.int64, "float32": to
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
-    """int32 words between two buffers, or [rows, words] behind the rows of one; `after` and `before` name the fields on
-    its sides (None at the ends). `want`: int32 [rows, words], what they hold if it is not GUARD_WORD. `gaps_per_row`:
-    how many of these rows lie in each row of the buffer, one behind each of its elements; 1 behind the whole."""
+    """A guard is int32 words between two buffers, or [rows, words] behind the rows of one; `after` and `before` name
+    the fields on its sides (None at the ends). `want`: int32 [rows, words], what they hold if it is not GUARD_WORD.
+    `gaps_per_row`: how many of these rows lie in each row of the buffer, one behind each of its elements; 1 behind the
+    whole."""
 
     words: torch.Tensor
     after: str | None

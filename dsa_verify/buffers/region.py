@@ -133,7 +133,7 @@ def _field_region(field: Field, got: torch.Tensor, want: torch.Tensor, control: 
 
 
 class Guarded(Protocol):
-    """An Arena, or the inputs."""
+    """An Arena, or the input memory, has guards around its buffers."""
 
     @property
     def guards(self) -> Sequence[Guard]: ...

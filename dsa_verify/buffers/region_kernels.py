@@ -22,7 +22,7 @@ _COLUMNS: Final = 21
 
 
 class RegionTable:
-    """`regions` and their tiles, uploaded once."""
+    """The table holds `regions` and their tiles, uploaded once."""
 
     def __init__(self, regions: Sequence[Region], device: torch.device):
         rows = [_describe(region) for region in regions]

@@ -9,9 +9,9 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What a rule may depend on. `row` [B]: the batch rows in order. `bucket`, `raw`, `tokens` [M, 1]: batch rows, live
-    requests and token rows of the graph. `lens`: by name, [M, B], what the round says of each request, pads included.
-    """
+    """A rule may depend on these facts of a batch. `row` [B]: the batch rows in order. `bucket`, `raw`, `tokens` [M,
+    1]: batch rows, live requests and token rows of the graph. `lens`: by name, [M, B], what the round says of each
+    request, pads included."""
 
     row: Any
     bucket: Any

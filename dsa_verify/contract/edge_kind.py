@@ -7,7 +7,7 @@ from typing import Final
 
 
 class EdgeKind(enum.Enum):
-    """In the order in which they are run."""
+    """The kinds of edges, in the order in which they are run."""
 
     GAP = "tables with a gap behind each row"
     BATCH = "the largest batch"

@@ -26,11 +26,10 @@ class PadRows:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineForm:
-    """`pads`: by field, what rows of pad requests hold; in a round without a request that the engine can be given they
-    are not judged. `aliases`: by field, which field it is a view of (None: of none). `shared`: every buffer serves all
-    captured batches. `outside(inputs)`: bool [bucket] on the device, requests that the engine cannot be given, whose
-    rows are not judged; of pad requests it may say anything.
-    """
+    """The differences of an engine's layout from the contract. `pads`: by field, what rows of pad requests hold; in a
+    round without a request that the engine can be given they are not judged. `aliases`: by field, which field it is a
+    view of (None: of none). `shared`: every buffer serves all captured batches. `outside(inputs)`: bool [bucket] on the
+    device, requests that the engine cannot be given, whose rows are not judged; of pad requests it may say anything."""
 
     pads: Mapping[str, PadRows] = dataclasses.field(default_factory=dict)
     aliases: Mapping[str, str | None] = dataclasses.field(default_factory=dict)

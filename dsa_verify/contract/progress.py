@@ -107,7 +107,7 @@ class Progress:
 
 
 class SharedProgress(Progress):
-    """One that a parent reads, too; pages of it that nothing was written to take no memory."""
+    """A Progress that a parent reads, too; pages of it that nothing was written to take no memory."""
 
     kept = True
 

@@ -37,8 +37,8 @@ Shapes = list[tuple[tuple[int, ...], dict[str, object]]]  # (buckets, fields of 
 
 
 class Dealer(Protocol):
-    """What draws the configurations of a fuzz run, as far as a system's own fields need it: `deal` gives a value its
-    turn. `engine`, `ours`: whether the subject is an engine's, or a pipeline of this project."""
+    """A dealer draws the configurations of a fuzz run, as far as a system's own fields need it: `deal` gives a value
+    its turn. `engine`, `ours`: whether the subject is an engine's, or a pipeline of this project."""
 
     @property
     def engine(self) -> bool: ...
@@ -88,7 +88,8 @@ def no_note(geometry: Geometry) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class System:
-    """`layout(geometry, bucket)`; `oracle` and `subjects` are `module:attribute` references to Subject factories.
+    """One kind of metadata. `layout(geometry, bucket)`: its fields. `oracle` and `subjects` are `module:attribute`
+    references to Subject factories.
 
     `drafts`: whether requests have drafts, so that N is a matter of it. `by_default`: whether a run that names no
     system includes it. `presets`: the geometry that a run which names none uses, on a CUDA device and on a CPU.

@@ -18,7 +18,7 @@ OF_A_TENSOR = {"handle", "shape", "numel", "type", "dtype"}
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What a block type and a tensor of one shape hold."""
+    """The constants that a block type and a tensor of one shape share."""
 
     of_type: Any
     elements_of_type: Any

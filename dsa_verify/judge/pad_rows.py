@@ -44,7 +44,8 @@ def normalised_pad_rows(
 
 
 class NormalisedPadRows:
-    """`copy`: like `got`, with what is right of pad requests and of requests outside become what `want` has."""
+    """Holds in `copy`, like `got`, what is compared: what is right of pad requests and of requests outside become what
+    `want` has."""
 
     def __init__(
         self,

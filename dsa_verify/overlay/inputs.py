@@ -148,7 +148,8 @@ class LegalInputs:
         return (1 if name == "accept_lens" else 0), n
 
     def _keep_slots_in_the_pool(self, pool: int) -> None:
-        """The oracle translates the slots of live positions. The first is read even of a request without tokens."""
+        """Keep the slots in the pool, since the oracle translates the slots of live positions. The first is read even
+        of a request without tokens."""
         rows = self._taken.rows
         live = self._column < self.live_ends()[:, None]
         outside = live & ((rows < 0) | (rows >= pool))

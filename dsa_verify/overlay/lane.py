@@ -330,7 +330,8 @@ class Lane:
             self.ring.frozen.copy_(self.ring.frozen | self._go)
 
     def _name_requests(self) -> None:
-        """The oracle numbers requests by batch row; the one field that holds them holds the server's."""
+        """Name the requests as the server does: the oracle numbers requests by batch row; the one field that holds them
+        holds the server's."""
         for field in self.layout:
             if field.name.endswith(WRITE_PLAN + "req"):
                 self.want[field.name].copy_(self.legal.requests)

@@ -40,9 +40,9 @@ GPU_MARKER: Final = "gpu: needs a CUDA GPU; skipped by name elsewhere"
 
 @dataclasses.dataclass(slots=True)
 class Seen:
-    """`tests`: collected ones that use `dsa`, `cases` of them case files. `findings`: (sentence, command that shows
-    it). `waived`: rounds, by waiver. In an xdist controller these are the sums over its workers, which all collect the
-    same tests."""
+    """The session has seen this. `tests`: collected ones that use `dsa`, `cases` of them case files. `findings`:
+    (sentence, command that shows it). `waived`: rounds, by waiver. In an xdist controller these are the sums over its
+    workers, which all collect the same tests."""
 
     tests: int = 0
     cases: int = 0

@@ -112,7 +112,7 @@ class _Sides:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Capture:
-    """What the buckets of one replayer are captured into, and how.
+    """The buckets of one replayer are captured into this.
 
     `pools`: the oracle's and the subject's, which share nothing. `record`: also judge the inputs before the subject
     could touch them, and keep what the oracle gave at capture.

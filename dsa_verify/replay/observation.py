@@ -13,8 +13,8 @@ from dsa_verify.waivers.mask import Seen, WaivedWords
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BucketSeen:
-    """What was seen in one bucket: `rounds` were replayed, in each of which `fields` fields were judged. `waived`: the
-    words that each waiver covers."""
+    """The judge has seen this in one bucket: `rounds` were replayed, in each of which `fields` fields were judged.
+    `waived`: the words that each waiver covers."""
 
     rounds: int
     fields: int
@@ -24,8 +24,8 @@ class BucketSeen:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What was seen since the replayer was opened or reset. `buckets`: by bucket, the widest first. `compilations`: of
-    kernels while rounds ran."""
+    """The judges have seen this since the replayer was opened or reset. `buckets`: by bucket, the widest first.
+    `compilations`: of kernels while rounds ran."""
 
     buckets: Mapping[int, BucketSeen]
     address_changes: tuple[AddressChange, ...]

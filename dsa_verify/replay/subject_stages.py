@@ -53,7 +53,7 @@ class SubjectStages:
             self.refuse_change(state, progress.STAGES[stage], progress.STAGES[stage], bucket)
 
     def end_if_copy(self, stage: int, bucket: int) -> None:
-        """A copy of the process that the subject has made, and that came back, ends here."""
+        """End this process if it is a copy that the subject has made, and that came back."""
         if not self._is_original[0]:
             progress.current().end_copy(stage, bucket, self.slots[progress.ROUND])
 

@@ -18,7 +18,7 @@ _FIRST_FD: Final = 200  # not the next one that a subject opens or closes
 
 
 class _Lasting:
-    """`stream`, which nobody may read to its end (`| head -1`), or whose disk may be full."""
+    """A stand-in for `stream`, which nobody may read to its end (`| head -1`), or whose disk may be full."""
 
     def __init__(self, stream: TextIO):
         self._private, self._name = False, "a stream"

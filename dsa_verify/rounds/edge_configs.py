@@ -58,7 +58,7 @@ _SHAPES: Final[tuple[tuple[EdgeKind, int, int, dict[str, object]], ...]] = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """One of them. `device_bytes`: what the largest tables take; 0 where that is nothing to speak of."""
+    """One extreme configuration. `device_bytes`: what the largest tables take; 0 where that is nothing to speak of."""
 
     kind: EdgeKind
     config: Config

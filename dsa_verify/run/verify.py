@@ -49,9 +49,9 @@ JOURNAL_ROUNDS: Final = 64
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Counts:
-    """What was done and seen, summed over configurations. `mismatches` counts words of fields, inputs and rows of
-    other buckets; `rounds_checked` those whose judge was polled; `waived` words that a waiver covers, which are no
-    mismatches. `waivers`: what came of each waiver that applied, by its key."""
+    """The sums of what was done and seen, taken over configurations. `mismatches` counts words of fields, inputs and
+    rows of other buckets; `rounds_checked` those whose judge was polled; `waived` words that a waiver covers, which are
+    no mismatches. `waivers`: what came of each waiver that applied, by its key."""
 
     configs: int = 0
     replays: int = 0

@@ -19,7 +19,7 @@ def _pad_length(geometry: Geometry) -> int:
 
 
 def _owns(xp: Any, batch: Batch) -> Any:
-    """As many as a request extends by (contract 1.3)."""
+    """Return how many rows each request owns: as many as it extends by (contract 1.3)."""
     return batch.lens["extend_lens"]
 
 

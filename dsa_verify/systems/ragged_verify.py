@@ -112,7 +112,7 @@ def _check_round(geometry: Geometry, bucket: int, verify_lens: Sequence[int] | N
 def _shapes(
     geometry: Geometry, batches: Sequence[int] | None, drafts: Sequence[int] | None, fixed: frozenset[str]
 ) -> Shapes:
-    """As many token rows in both graphs, so that only the request slots tell them apart (contract 9)."""
+    """Return as many token rows in both graphs, so that only the request slots tell them apart (contract 9)."""
     pairs = draft_pairs(batches, drafts)
     if not (batches or drafts):
         pairs = [(batch, min(n, MOST_ROWS // batch)) for batch, n in pairs]

@@ -23,7 +23,7 @@ SYSTEM_GROUP: Final = "dsa_verify.systems"
 
 
 class HasSubjects(Protocol):
-    """What is asked of a system here: its shipped subjects, by name, as `module:attribute`."""
+    """A system is asked for this here: its shipped subjects, by name, as `module:attribute`."""
 
     @property
     def subjects(self) -> Mapping[str, str]: ...

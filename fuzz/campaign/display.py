@@ -32,7 +32,7 @@ class RunningShard:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CampaignSnapshot:
-    """What is shown. `left_s`, `rounds_left`: None where the campaign has no such limit."""
+    """The display shows this. `left_s`, `rounds_left`: None where the campaign has no such limit."""
 
     facts: Mapping[str, Any]
     running: Sequence[RunningShard]

@@ -28,7 +28,7 @@ class Stopped(Exception):
 
 
 class Journal:
-    """Of the process that runs the shard in `folder`.
+    """The journal of the process that runs the shard in `folder`.
 
     `rounds` were launched; `checked` of them had been judged when the next chunk was launched: what came after cannot
     be believed if the process dies.
@@ -89,8 +89,8 @@ class Journal:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JournalledSetup(ReplaySetup):
-    """One that launches nothing that is not in `journal`. `planted`: whether its fault is what a shard plants to show
-    that it can see, and not what the campaign was asked to plant."""
+    """A setup that launches nothing that is not in `journal`. `planted`: whether its fault is what a shard plants to
+    show that it can see, and not what the campaign was asked to plant."""
 
     journal: Journal
     planted: bool = False

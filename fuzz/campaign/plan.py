@@ -34,12 +34,12 @@ _FLAGS: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """`preset` None: what each system has for the device. `settings`: overrides of the geometry. `batches`: buckets
-    instead of those of the diagnostic matrix, over whose configurations the shards turn, and `drafts`: draft lengths,
-    likewise, in systems that have drafts. `resident`: unsteered rounds, drawn in bulk (resident.py). `fault`: planted
-    in the subject of every shard, whose findings then count as any others do; beside it each shard plants one of its
-    own. `waivers`: the entries of a ledger; None: those that are shipped. `allow_compilations`: kernels may be compiled
-    while rounds run."""
+    """The plan of a campaign, which every shard follows. `preset` None: what each system has for the device.
+    `settings`: overrides of the geometry. `batches`: buckets instead of those of the diagnostic matrix, over whose
+    configurations the shards turn, and `drafts`: draft lengths, likewise, in systems that have drafts. `resident`:
+    unsteered rounds, drawn in bulk (resident.py). `fault`: planted in the subject of every shard, whose findings then
+    count as any others do; beside it each shard plants one of its own. `waivers`: the entries of a ledger; None: those
+    that are shipped. `allow_compilations`: kernels may be compiled while rounds run."""
 
     systems: tuple[str, ...]
     subject: str | None = None

@@ -112,7 +112,7 @@ def campaign_root(folder: Path) -> Path:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FindingKey:
-    """What makes two sightings one finding."""
+    """Two sightings with the same key are one finding."""
 
     system: str
     subject: str
@@ -207,11 +207,10 @@ class CaseNotSaved(HarnessError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ShardResult:
-    """How a shard ended. `ended`: "complete"; "stopped" (the campaign's time was over, redone on resuming); else why
-    its rounds were not all run. `executed`: rounds that were judged. `canary`: {fault, verdict, finding, why}.
+    """A shard ended like this. `ended`: "complete"; "stopped" (the campaign's time was over, redone on resuming); else
+    why its rounds were not all run. `executed`: rounds that were judged. `canary`: {fault, verdict, finding, why}.
     `coverage`: {configuration, visited, never, digest}. `failed`: the harness's own failure, which gives no verdict.
-    `provenance`: what the subject says about its code (subject.py).
-    """
+    `provenance`: what the subject says about its code (subject.py)."""
 
     number: int
     system: str

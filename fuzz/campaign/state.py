@@ -35,7 +35,7 @@ _NOT_AS_WRITTEN = (KeyError, TypeError, ValueError, AttributeError)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """What became of the fault that a shard planted. `verdict`: reported, masked or missing."""
+    """The fate of the fault that a shard planted. `verdict`: reported, masked or missing."""
 
     fault: str | None
     verdict: str
@@ -70,7 +70,7 @@ class Sighting:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ShardState:
-    """What one shard's folder says. `ended` is "unfinished" while there is no result, and None if not even its
+    """The folder of one shard says this. `ended` is "unfinished" while there is no result, and None if not even its
     specification can be read. `damage` has a text for each file that cannot be read."""
 
     number: int

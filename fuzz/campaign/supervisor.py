@@ -83,8 +83,8 @@ class FolderUnseen(HarnessError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _End:
-    """How a process ended. `status`: its exit status, negative for a signal. `orderly`: it gave that status itself.
-    `hung`: it was killed for silence; `stopped`: because the campaign is over."""
+    """A process ended like this. `status`: its exit status, negative for a signal. `orderly`: it gave that status
+    itself. `hung`: it was killed for silence; `stopped`: because the campaign is over."""
 
     status: int
     wall_s: float
@@ -271,8 +271,8 @@ def _explain(spec: ShardSpec, watch: _Watch, end: _End) -> ShardResult | None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Repeats:
-    """`shown`: how many repeats died as the shard had. `last_round`: the last round that one of them had launched.
-    `why_not`: why a repeat came to no end. `stopped`: the campaign ended meanwhile."""
+    """The repeats of a death gave this. `shown`: how many repeats died as the shard had. `last_round`: the last round
+    that one of them had launched. `why_not`: why a repeat came to no end. `stopped`: the campaign ended meanwhile."""
 
     shown: int
     last_round: int | None

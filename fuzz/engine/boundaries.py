@@ -35,7 +35,7 @@ OTHER_PAGES: Final = "on other pages"
 
 
 class Kind(StrEnum):
-    """What a boundary is a value of."""
+    """A boundary is a value of one of these."""
 
     LENGTH = "length"  # value: of some live request
     BATCH = "batch"  # value: live requests of the bucket
@@ -183,7 +183,7 @@ def _sums(system: System, geometry: Geometry, buckets: Sequence[int]) -> Iterato
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PerRequest:
-    """What a request of each length 0..context adds to a total of its round: [context + 1]. `long_rows` by threshold of
+    """A request of each length 0..context adds this to a total of its round: [context + 1]. `long_rows` by threshold of
     the plan rules; both empty without the indexer."""
 
     tiles: Array

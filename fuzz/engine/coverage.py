@@ -46,7 +46,7 @@ _KINDS: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Quantity:
-    """What `fields` follow.
+    """A quantity that `fields` follow.
 
     `amounts` int64 [context + 1]: tokens (or whatever is counted) of a request of each length. `step`: of these, after
     which the fields gain an element. `limits`: ascending; an amount up to limits[i] is in bands[i], more in the last
@@ -76,8 +76,8 @@ class Quantity:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Before:
-    """What the last replay of a bucket left. [bucket]: `requests`, `generations` (-1 of a pad row), `lengths`.
-    `bands`: [rows' quantities, bucket]. `totals`: the band of each whole quantity."""
+    """The last replay of a bucket left this. [bucket]: `requests`, `generations` (-1 of a pad row), `lengths`. `bands`:
+    [rows' quantities, bucket]. `totals`: the band of each whole quantity."""
 
     requests: Array
     generations: Array
@@ -87,7 +87,7 @@ class _Before:
 
 
 class Coverage:
-    """Of one configuration. `observe` every round in order; the same rounds give the same `digest`."""
+    """The coverage of one configuration. `observe` every round in order; the same rounds give the same `digest`."""
 
     def __init__(self, system: System, geometry: Geometry, buckets: tuple[int, ...]) -> None:
         self.system, self.geometry, self.buckets = system, geometry, buckets

@@ -42,7 +42,7 @@ Array = npt.NDArray[np.int64]
 
 @unique
 class Lane(IntEnum):
-    """Which of the independent streams of one round a value is drawn from."""
+    """A value is drawn from one of these independent streams of a round."""
 
     ROTATION = 0
     BOUNDARY = 1
@@ -165,7 +165,7 @@ class RoundSpec:
 
 
 class Length(IntEnum):
-    """How a length is drawn."""
+    """A length is drawn in one of these ways."""
 
     ANY = 0  # log-uniform
     BOUNDARY = 1  # one of boundary_lengths

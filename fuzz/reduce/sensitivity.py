@@ -34,7 +34,8 @@ _NOT_VARIED: Final = ("draft_tokens", "request_rows")  # of the overrides: these
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Of one value of the case: `what` it is, and with which values the finding `stays`: FREE, or in words."""
+    """The verdict on one value of the case: `what` it is, and with which values the finding `stays`: FREE, or in
+    words."""
 
     what: str
     value: str
@@ -47,8 +48,8 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """`sentence` for people, `verdicts` in the order of the case. `finished`: False if the budget ended before every
-    value was varied; `confirmed`: variations replayed."""
+    """An account of what a finding depends on: `sentence` for people, `verdicts` in the order of the case. `finished`:
+    False if the budget ended before every value was varied; `confirmed`: variations replayed."""
 
     sentence: str
     verdicts: tuple[Verdict, ...]

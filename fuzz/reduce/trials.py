@@ -36,7 +36,7 @@ SCREEN_REMAPS: Final = 4  # remapped requests of one round at least, so that mos
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """What two findings have in common if they are one and the same. `stage`: of a finding without a field, what its
+    """Two findings with the same signature are one and the same. `stage`: of a finding without a field, what its
     sentence begins with ("raises in capture"), since any other failure of the subject is another finding; "": any.
     `law`: of a finding that is nothing but a broken law, which."""
 
