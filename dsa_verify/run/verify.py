@@ -133,7 +133,7 @@ def verify_rounds(
 
 
 def _rounds_kept(scenario: Scenario, folder: Path | None) -> str:
-    """Return what is said of a lost device's rounds: where they are, or why they could not be written."""
+    """Return what to append to a DeviceLost error: where its rounds are, or why they could not be written."""
     try:
         path = _save(scenario, "device-lost", folder)
     except OSError as error:
@@ -153,7 +153,7 @@ def _failed(setup: ReplaySetup, error: SubjectError, recent: _Recent, folder: Pa
 
 
 def _undefined_schedule(setup: ReplaySetup, rounds: Sequence[Round]) -> str:
-    """Return what is said of a lost device if one of `rounds` asked for a schedule that nobody may ask for."""
+    """Return what to append to a DeviceLost error if one of `rounds` requested an undefined schedule (contract 3.6)."""
     for i, each in enumerate(rounds):
         if is_undefined(setup.system, setup.geometry, each):
             return (

@@ -111,7 +111,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSpec:
-    """Shard `number` of `plan`; `batch_divisor` makes its batches smaller where memory did not suffice."""
+    """Shard `number` of `plan`; `batch_divisor` makes its batches smaller where memory ran out."""
 
     plan: Plan
     number: int

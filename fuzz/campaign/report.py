@@ -170,7 +170,7 @@ def status_lines(facts: Mapping[str, Any]) -> list[str]:
 
 
 def damaged_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Return which shards have a file that is not what was written there; of each, the others count."""
+    """Return which shards have a damaged file; the other files of such a shard still count."""
     return [f"shard {each['shard']}: damaged: {each['text']}" for each in facts["damage"]]
 
 

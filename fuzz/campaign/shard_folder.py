@@ -200,7 +200,7 @@ def files_of(folder: Path, kind: str) -> list[Path]:
 
 
 class CaseNotSaved(HarnessError):
-    """A finding whose case could not be written: nothing could be made of it, so the shard is to be done anew."""
+    """A finding whose case could not be written: nothing could be made of it, so the shard is to be run again."""
 
     status = STATUS_NO_ROOM
 

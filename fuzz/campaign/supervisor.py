@@ -186,7 +186,7 @@ def _attempt(spec: ShardSpec, watch: _Watch) -> tuple[ShardResult | None, ShardS
     if end.death is not None and (end.status <= 0 or end.orderly or (folder / JOURNAL_FILE).exists()):
         return _explain(spec, watch, end), spec
     if end.orderly and end.status == STATUS_INTERRUPTED:
-        _note(watch, end, "killed", "it was interrupted; done anew")
+        _note(watch, end, "killed", "it was interrupted; the shard is run again")
         return None, spec
     if end.orderly and end.status == STATUS_USAGE:
         _clear(folder)
@@ -223,7 +223,7 @@ def _explain(spec: ShardSpec, watch: _Watch, end: _End) -> ShardResult | None:
     assert kind is not None
     case = _journalled(folder, spec.plan.fault)
     if case is None:
-        text = f"{end.words} before it had launched anything ({_reason(folder)}); done anew"
+        text = f"{end.words} before it had launched anything ({_reason(folder)}); the shard is run again"
         _note(watch, end, "killed" if end.killed else kind.value, text)
         return None
     executed = read_progress(folder)["checked"]
@@ -246,7 +246,7 @@ def _explain(spec: ShardSpec, watch: _Watch, end: _End) -> ShardResult | None:
     shown, last_round = repeats.shown, repeats.last_round
     # Nothing sends itself such a signal by mistake: one that does not come back every time came from outside.
     if end.killed and shown < REPEATS[kind]:
-        _note(watch, end, "killed", f"{end.words}, which its case did not do again; done anew")
+        _note(watch, end, "killed", f"{end.words}, which its case did not do again; the shard is run again")
         return None
     if last_round is not None and last_round < len(case.rounds):
         case = dataclasses.replace(case, rounds=case.rounds[: last_round + 1])
@@ -327,7 +327,7 @@ def _note(watch: _Watch, end: _End, ended: str, text: str, executed: int = 0) ->
 def _note_interrupted(folder: Path, before: Holder | None) -> None:
     """Note what the supervisor that was there `before` could not write down before it ended."""
     if (folder / PROGRESS_FILE).exists():
-        text = f"its supervisor ({before or 'unknown'}) ended before the shard did; done anew"
+        text = f"its supervisor ({before or 'unknown'}) ended before the shard did; the shard is run again"
         _write_attempt(folder, "interrupted", text, read_progress(folder)["rounds"], 0.0)
     _clear(folder)
 

@@ -5,7 +5,8 @@ simpler here: fewer rounds, requests and remaps, the loud poison, lengths on a l
 smallest buckets and draft. Passes follow each other until none achieves anything. At first candidates are screened in
 a replayer that is reused (trials.py), and only what passes is confirmed from nothing; at the end, when a confirmation
 costs little, every candidate that was left out is confirmed. So nothing that is accepted rests on a screening, and
-in the result no single step of any pass keeps the finding. The same case gives the same result, if time suffices.
+the result is a local minimum: one more step of any pass would lose the finding. The same case gives the same result,
+if time suffices.
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ def test_a_worker_that_is_killed_costs_no_finding(tmp_path: Path) -> None:
     assert shown(facts) == shown(local)
     assert facts["shards_ended"] == {"complete": SHARDS}
     assert facts["canaries"] == {"reported": SHARDS}
-    lost = f"interrupted: its supervisor ({killed}) ended before the shard did; done anew (16 rounds in flight lost)"
+    ended = f"its supervisor ({killed}) ended before the shard did; the shard is run again"
+    lost = f"interrupted: {ended} (16 rounds in flight lost)"
     assert [line.strip() for line in report_lines(facts, root) if "in flight lost" in line] == [f"shard 0: {lost}"]
     assert f"shard 0: {lost}" in said.getvalue()
 

@@ -280,7 +280,7 @@ def test_a_signal_from_outside_is_no_finding(tmp_path: Path, signal_name: str) -
     facts = facts_of(root)
     assert (facts["findings"], facts["rounds_executed"]) == ([], ROUNDS)
     (attempt,) = attempts_in(shard_folder(root, 0))
-    assert (attempt["ended"], attempt["text"].endswith("done anew")) == ("killed", True)
+    assert (attempt["ended"], attempt["text"].endswith("the shard is run again")) == ("killed", True)
 
 
 def test_a_case_that_cannot_be_repeated_is_not_called_flaky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ with owned(Path({str(folder)!r}), patience_s=1.0, over=lambda: False) as ours:
     assert supervise.supervise(plan_of("wrong").shard(0), folder).ended == "complete"
     (attempt,) = attempts_in(folder)
     assert (attempt["ended"], attempt["rounds_lost"]) == ("interrupted", HELD_AT)
-    assert attempt["text"] == f"its supervisor ({dead}) ended before the shard did; done anew"
+    assert attempt["text"] == f"its supervisor ({dead}) ended before the shard did; the shard is run again"
 
 
 def test_an_owner_that_is_silent_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

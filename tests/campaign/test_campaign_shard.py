@@ -178,7 +178,7 @@ def test_every_planted_fault_is_reported(
 def test_a_planted_fault_over_which_the_process_was_killed_is_reported_after_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unshrunk: None
 ) -> None:
-    """It was confirmed and about to be shrunk: the shard, done anew, must not leave it at that."""
+    """It was confirmed and about to be shrunk: the shard, run again, must not leave it at that."""
     monkeypatch.setattr(shard_work, "CANARIES", ("past_the_end",))
     monkeypatch.setattr(shard_work, "CANARY_ROUNDS", 16)
     monkeypatch.setattr(shard_work, "REPEATS", 1)
