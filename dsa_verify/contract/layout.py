@@ -118,7 +118,7 @@ class Field:
 
     @property
     def form(self) -> str:
-        """The dtype and shape in words, with the section of the contract where there is one."""
+        """Return the dtype and shape in words, with the section of the contract where there is one."""
         section = f", contract {self.section}" if self.section else ""
         return f"{self.dtype} {list(self.shape)}{section}"
 

@@ -65,13 +65,13 @@ class Told:
         )
 
     def lines(self) -> list[str]:
-        """The lines that say what the subject was doing."""
+        """Return the lines that say what the subject was doing."""
         more = [f"and {len(self.stack) - SHOWN_FRAMES} more"] if len(self.stack) > SHOWN_FRAMES else []
         return [f"in {call}" for call in self.stack[:SHOWN_FRAMES]] + more
 
     @property
     def stem(self) -> str:
-        """The text that the name of the case file begins with."""
+        """Return the text that the name of the case file begins with."""
         assert self.scenario is not None
         kind = "no-verdict" if self.diagnosis is None else self.diagnosis.value
         return f"{get_system(self.scenario.system).name}-{kind}"
@@ -147,7 +147,7 @@ def _told(
 
 
 def rounds_run(record: progress.SharedProgress, head: Scenario) -> list[Round]:
-    """The rounds that are still known, up to and with the one that ran; the first one if it came to none."""
+    """Return the rounds that are still known, up to and with the one that ran; the first one if it came to none."""
     from dsa_verify.contract.round_table import complete_table  # numpy, which an end with a verdict does not need
 
     chunks = record.chunks()

@@ -81,8 +81,9 @@ def system_of_case(name: str, trusts: Callable[[str], bool]) -> System | None:
 
 
 def systems_to_run(names: Sequence[str], subject: str | None, of_fault: Sequence[str] | None = None) -> list[str]:
-    """Which systems a run covers: those named, else the one that an engine's subject belongs to, else the default.
-    Of the default only those `of_fault`, to which a fault that is planted belongs; all of these, if none is a default.
+    """Return which systems a run covers: those named, else the one that an engine's subject belongs to, else the
+    default. Of the default only those `of_fault`, to which a fault that is planted belongs; all of these, if none is a
+    default.
 
     UsageError for an unknown system, or one that `subject` does not belong to.
     """
@@ -129,13 +130,13 @@ def default_subject(system: System) -> str:
 
 
 def is_ours(system: System, subject: object) -> bool:
-    """Whether `subject` (a reference, a factory or None) is a pipeline of this project."""
+    """Return whether `subject` (a reference, a factory or None) is a pipeline of this project."""
     name = default_subject(system) if subject is None else subject
     return isinstance(name, str) and system.subjects.get(name, "").startswith(OWN_PIPELINES)
 
 
 def subject_factory(system: System, reference: str | None) -> tuple[str, SubjectFactory]:
-    """(label, factory) of a shipped name, an engine's subject, an installed entry point or `module:attribute`.
+    """Return (label, factory) of a shipped name, an engine's subject, an installed entry point or `module:attribute`.
 
     UsageError for a name of nothing, or of something that makes no subjects. What is named is imported, so a name that
     comes out of a case is checked first (trust.py).

@@ -32,12 +32,12 @@ _DESTINATION: Final = re.compile(r"(?:step\d+_)?")
 
 
 def destination_prefix(step: int) -> str:
-    """What the fields of one draft step are called by, where a layout has several (systems/mtp.py)."""
+    """Return what the fields of one draft step are called by, where a layout has several (systems/mtp.py)."""
     return f"step{step}_"
 
 
 def scheduled_lengths(name: str) -> tuple[str, bool] | None:
-    """SCHEDULED_LENGTHS of a field, of a draft step or of none; None if it is no schedule."""
+    """Return SCHEDULED_LENGTHS of a field, of a draft step or of none; None if it is no schedule."""
     prefix = _DESTINATION.match(name)
     assert prefix is not None
     found = SCHEDULED_LENGTHS.get(name[prefix.end() :])
@@ -45,7 +45,7 @@ def scheduled_lengths(name: str) -> tuple[str, bool] | None:
 
 
 def schedule_slots(geometry: Geometry, columns: int) -> int:
-    """How many SMs, or pairs of them, a schedule over lengths of so many `columns` is for (contract 3.2)."""
+    """Return how many SMs, or pairs of them, a schedule over lengths of so many `columns` is for (contract 3.2)."""
     variant = VARIANTS[geometry.schedule]
     return geometry.multiprocessors // sms_per_slot(variant, columns if 2 in variant.context_dims else 1)
 
@@ -53,7 +53,7 @@ def schedule_slots(geometry: Geometry, columns: int) -> int:
 def fields(
     system: str, geometry: Geometry, bucket: int, tokens: int, length_limit: int, *, columns: int = 1
 ) -> list[Field]:
-    """The fields of `system` at a bucket of `bucket` requests and `tokens` token rows; none without the indexer.
+    """Return the fields of `system` at a bucket of `bucket` requests and `tokens` token rows; none without the indexer.
     `columns`: those of `paged_mqa_ctx_lens_2d`."""
     if not geometry.indexer:
         return []
@@ -74,7 +74,7 @@ def fields(
 
 
 def _write_plan(system: str, geometry: Geometry, bucket: int, tokens: int, length_limit: int) -> list[Field]:
-    """Contract 4.2; which fields exist differs between the modes."""
+    """Return the fields of contract 4.2; which of them exist differs between the modes."""
     count = candidates(1 if system == "decode" else geometry.draft_tokens, geometry)
     found = [
         _wide("req", (bucket,), geometry.request_rows),
@@ -109,7 +109,7 @@ def _schedule(name: str, geometry: Geometry, section: str, columns: int = 1) -> 
 
 
 def _plan(name: str, geometry: Geometry, rows: int, section: str) -> list[Field]:
-    """The plan, or nothing for a batch in which none is written and its buffer means nothing (contract 5)."""
+    """Return the plan, or nothing for a batch in which none is written and its buffer means nothing (contract 5)."""
     if not is_written(rows, PLAN_RULES[geometry.plan_rules].max_clusters):
         return []
     shape = (rows + 1, 2)
