@@ -7,6 +7,7 @@ when it is first used, so that importing the package imports neither torch nor T
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -141,7 +142,22 @@ __all__ = [
 ]
 
 
+# What they were called before; the former names work with a DeprecationWarning.
+_FORMER: Final = {
+    "BufferRegistry": "PaddedInputFiller",
+    "OwnForm": "EngineForm",
+    "Run": "RunResult",
+    "Verification": "DsaFixture",
+    "open_run": "new_result",
+    "settle_device": "choose_device",
+}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _FORMER:
+        text = f"dsa_verify.{name} is called {_FORMER[name]} now; import that"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        name = _FORMER[name]
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, attribute = _HOME[name].partition(":")

@@ -51,7 +51,8 @@ NO_DIFFERENCES: Final = EngineForm()
 
 
 def engine_form(factory: SubjectFactory) -> EngineForm:
-    """Return what the static method `engine_form()` of `factory` declares; no differences if it has none."""
-    ask = getattr(factory, "engine_form", None)
+    """Return what the static method `engine_form()` of `factory` declares, or `own_form()`, as it was called before; no
+    differences if it has neither."""
+    ask = getattr(factory, "engine_form", None) or getattr(factory, "own_form", None)
     form: EngineForm = NO_DIFFERENCES if ask is None else ask()
     return form

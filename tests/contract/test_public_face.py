@@ -66,6 +66,13 @@ def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
         _ = dsa_verify.nothing
 
 
+@pytest.mark.parametrize("former", dsa_verify._FORMER)
+def test_a_former_name_says_what_it_is_called_now(former: str) -> None:
+    new = dsa_verify._FORMER[former]
+    with pytest.warns(DeprecationWarning, match=f"dsa_verify.{former} is called {new} now; import that"):
+        assert getattr(dsa_verify, former) is getattr(dsa_verify, new)
+
+
 def inner_names(text: str) -> set[str]:
     """The inner modules that `text` imports or names; what is public is none."""
     found = {imported or named for imported, named in INNER.findall(text)}

@@ -72,6 +72,15 @@ def test_without_a_form_of_its_own_a_subject_has_the_contracts() -> None:
     assert found[0].diagnosis is not Diagnosis.FLAKY
 
 
+def test_a_form_under_its_former_name_is_heeded() -> None:
+    form = EngineForm(pads={"seq_lens": PadRows(value=0)})
+
+    class Former(EagerDecode):
+        own_form = staticmethod(lambda: form)
+
+    assert engine_form(Former) is form
+
+
 def test_a_form_is_refused_for_rows_that_stand_for_no_request() -> None:
     form = EngineForm(pads={"cu_seqlens_k": PadRows(value=0)})
     layout = decode(small(), 2)
