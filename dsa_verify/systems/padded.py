@@ -21,6 +21,11 @@ BUCKETS: Final = (48, 14)  # of the matrix
 TOPK: Final = 129  # rounded up to the alignment of a table, it fills no block of buckets on any device
 
 
+def _narrow(window: int) -> int:
+    """A window that ends within the aligned width of its table, so that columns are left behind it."""
+    return window - window // 4
+
+
 def token_rows(geometry: Geometry) -> int:
     """Return token rows of each request."""
     n = geometry.draft_tokens
@@ -148,10 +153,13 @@ def _full_to_swa(geometry: Geometry, device: torch.device) -> torch.Tensor:
 
 
 def _turn(geometry: Geometry, i: int, fixed: frozenset[str]) -> Fields:
-    """Floors of each request; of our own pipelines in every fourth configuration, once a mode, the ratios 1 and 2."""
+    """Floors of each request; of our own pipelines in every fourth configuration, once a mode, the ratios 1 and 2, and
+    in another a narrow window."""
     found: dict[str, object] = {}
     if OF_OTHERS not in fixed and (i + i // 4) % 4 == 2 and geometry.page_size % max(LOW_RATIOS) == 0:
         found["low_ratios"] = True
+    if OF_OTHERS not in fixed and (i + i // 4) % 4 == 1:
+        found["window"] = _narrow(geometry.window)
     if "replay_floor" not in fixed:
         found["request_floors"] = True
     return found
@@ -184,6 +192,7 @@ def _deal(dealer: Dealer, geometry: Geometry) -> Fields:
         return found
     if dealer.ours:
         found["topk"] = dealer.deal("topk", (geometry.topk, TOPK))
+        found["window"] = dealer.deal("window", (geometry.window, _narrow(geometry.window)))
     ratios = geometry.page_size % max(LOW_RATIOS) == 0
     found["low_ratios"] = ratios and dealer.deal("low_ratios", (False, True))
     floors = (0, 1, geometry.page_size - 1, geometry.context // 2)
