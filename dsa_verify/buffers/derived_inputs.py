@@ -3,7 +3,9 @@ into the pool of the sliding window. Everything may be captured in a graph."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import Final
 
 import torch
 
@@ -11,6 +13,9 @@ from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round_table import PAGE_ID_MULTIPLIER
 
 Tensors = Mapping[str, torch.Tensor]
+
+_MIX: Final = (0x9E3779B1, 0x85EBCA6B, 0x2C1B3C6D)
+_MASK: Final = 0x7FFFFFFF
 
 
 def slots_at(req_to_token: torch.Tensor, drawn: Tensors, first: torch.Tensor, count: int) -> torch.Tensor:
@@ -29,3 +34,16 @@ def full_to_swa(geometry: Geometry, device: torch.device) -> torch.Tensor:
     swa = ((pages + 1) * PAGE_ID_MULTIPLIER >> 3) % max(len(pages) // 2, 1)
     slots = (swa[:, None] * page + torch.arange(page, device=device)).flatten()
     return torch.cat([slots, torch.full_like(slots[:1], -1)]).int()
+
+
+def hashed(shape: tuple[int, ...], seed: torch.Tensor, stream: int) -> torch.Tensor:
+    """Return int64 in [0, 2**31) of each element, by its place, `seed` (int64 [1]) and `stream`."""
+    return mixed(torch.arange(math.prod(shape), device=seed.device), seed, stream).reshape(shape)
+
+
+def mixed(element: torch.Tensor, seed: torch.Tensor, stream: int) -> torch.Tensor:
+    """Return the hash of each `element`, int64, likewise."""
+    found = (element * _MIX[0] + seed * _MIX[1] + stream * _MIX[2]) & _MASK
+    found = ((found ^ (found >> 15)) * _MIX[2]) & _MASK
+    found = ((found ^ (found >> 12)) * _MIX[1]) & _MASK
+    return found ^ (found >> 16)

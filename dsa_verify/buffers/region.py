@@ -15,7 +15,7 @@ import torch
 
 from dsa_verify.base.errors import HarnessError
 from dsa_verify.buffers.arena import GUARD_WORD, Arena, Guard
-from dsa_verify.contract.layout import DTYPE_BYTES, Dead, Field, Layout, Lifetime, Live, Row
+from dsa_verify.contract.layout import DTYPE_BYTES, Dead, Field, Layout, Lifetime, Live, Row, live_rows_name
 from dsa_verify.contract.subject import Inputs
 
 LOUD_WORD = -0x61616162  # int32 of 0x9E9E9E9E: negative, and neither a guard nor a graph's own poison
@@ -97,24 +97,26 @@ def field_regions(
     """Return a region for each field that owns memory, in layout order. An alias is its owner's memory; the ledger sees
     that it stays one."""
     return [
-        _field_region(field, subject[field.name], oracle[field.name], control)
+        _field_region(field, subject[field.name], oracle[field.name], control, oracle.get(live_rows_name(field.name)))
         for field in layout
         if field.alias is None
     ]
 
 
-def _field_region(field: Field, got: torch.Tensor, want: torch.Tensor, control: Control) -> Region:
+def _field_region(
+    field: Field, got: torch.Tensor, want: torch.Tensor, control: Control, of_rows: torch.Tensor | None
+) -> Region:
     words = DTYPE_BYTES[field.dtype] // 4
     if field.dead is Dead.INTACT:
         # What must stay untouched so far are whole rows of wider buckets, see `wider_bucket_regions`.
         raise HarnessError(f"{field.name}: dead elements of a field cannot be judged intact; use stale or pad")
-    bounds = {Live.TOKENS: control.live_tokens, Live.CANDIDATES: control.live_candidates}
+    bounds = {Live.TOKENS: control.live_tokens, Live.CANDIDATES: control.live_candidates, Live.ROWS: of_rows}
     return Region(
         kind=Kind.FIELD,
         name=field.name,
         got=as_words(got),
         want=as_words(want),
-        row_request=control.row_request if field.row is Row.TOKEN else None,
+        row_request=control.row_request if field.row is Row.TOKEN and field.live is not Live.ROWS else None,
         want_per_request=field.one_row_per_request,
         live_bound=bounds[field.live] if field.column_step else None,
         column_step=field.column_step,

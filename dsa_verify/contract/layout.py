@@ -53,6 +53,12 @@ class Live(Enum):
 
     TOKENS = "tokens"  # the request's live token bound
     CANDIDATES = "candidates"  # the pools that the request closes in this round (contract 4.2)
+    ROWS = "rows"  # a bound of each row, which the oracle gives beside the field (live_rows_name)
+
+
+def live_rows_name(field: str) -> str:
+    """Return the name of what the oracle gives beside `field`: int32 [rows], how many first columns are live."""
+    return f"{field}.live"
 
 
 class Lifetime(Enum):
@@ -81,11 +87,13 @@ class Field:
 
     `shape` is (rows,) or (rows, columns). `column_step` is 0 where every column is live, else column c is live iff
     `column_start + c * column_step` is below the bound `live` of the row's request. `live_token_rows`: rows beyond this
-    round's token total are dead. `low`/`high`: the legal values are low <= v < high. `alias`: this field is a view of
-    that field's buffer (contract 1.1); it owns no memory. `shared`: one buffer serves all buckets, each seeing its
-    first rows. `row_gap`: elements of memory behind each row that nobody may write. `bound`, of a float32 field:
-    |got - want| <= bound * max(|want|, floor). `memory`: what a consumer asks of the memory (None: adjacent elements of
-    each row). `section`: where this project's contract states the rule; empty for a system of a user's own.
+    round's token total are dead. `rows_differ`: whether the token rows of a request may hold other values than one
+    another in a table, which else is kept once a request. `low`/`high`: the legal values are low <= v < high. `alias`:
+    this field is a view of that field's buffer (contract 1.1); it owns no memory. `shared`: one buffer serves all
+    buckets, each seeing its first rows. `row_gap`: elements of memory behind each row that nobody may write. `bound`,
+    of a float32 field: |got - want| <= bound * max(|want|, floor). `memory`: what a consumer asks of the memory (None:
+    adjacent elements of each row). `section`: where this project's contract states the rule; empty for a system of a
+    user's own.
     """
 
     name: str
@@ -100,6 +108,7 @@ class Field:
     live: Live = Live.TOKENS
     compare: Compare = Compare.EXACT
     live_token_rows: bool = False
+    rows_differ: bool = False
     dead: Dead = Dead.STALE
     dead_value: int = 0
     lifetime: Lifetime = Lifetime.REPLAY
@@ -137,7 +146,8 @@ class Field:
     @property
     def one_row_per_request(self) -> bool:
         """Return True if the oracle keeps one row per request where the subject keeps N identical ones."""
-        return self.row is Row.TOKEN and self.column_step > 0 and self.live is Live.TOKENS
+        table = self.row is Row.TOKEN and self.column_step > 0 and self.live is Live.TOKENS
+        return table and not self.rows_differ
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +188,13 @@ class Layout:
         return dataclasses.replace(self, fields=fields)
 
     def for_oracle(self) -> Layout:
-        """Return the same fields with identical rows of a request stored once and nothing shared between buckets."""
+        """Return the same fields with identical rows of a request stored once and nothing shared between buckets, and
+        what only an oracle gives."""
+        bounds = tuple(
+            Field(name=live_rows_name(field.name), shape=field.shape[:1], row=field.row, low=0, high=field.columns + 1)
+            for field in self.fields
+            if field.live is Live.ROWS
+        )
         fields = tuple(
             dataclasses.replace(
                 field,
@@ -188,4 +204,4 @@ class Layout:
             )
             for field in self.fields
         )
-        return dataclasses.replace(self, fields=fields)
+        return dataclasses.replace(self, fields=fields + bounds)

@@ -93,6 +93,7 @@ class System:
 
     `drafts`: whether requests have drafts, so that N is a matter of it. `by_default`: whether a run that names no
     system includes it. `presets`: the geometry that a run which names none uses, on a CUDA device and on a CPU.
+    `asks`: fields of the geometry that are so unless a run says otherwise, and that nothing turns over.
 
     Rows and lengths. `token_rows(geometry)`: token rows of one request where all have as many.
     `graph_tokens(geometry, bucket)`: token rows of a graph, where they are not those of each request times the
@@ -133,6 +134,7 @@ class System:
     drafts: bool = False
     by_default: bool = False
     presets: tuple[str, str] = ("deepseek_v32", "tiny")
+    asks: Fields = dataclasses.field(default_factory=dict)
 
     token_rows: Callable[[Geometry], int] = draft_rows
     graph_tokens: Callable[[Geometry, int], int] | None = None
@@ -235,6 +237,15 @@ class System:
     def why_not(self, key: str) -> str:
         """Why no round of a geometry without it may say `key`, and the remedy."""
         return self.refusals.get(key, f"has no effect in {self.name}; remove it")
+
+
+def as_system(found: object, name: str) -> System:
+    """Return the System that `found` is, or that a declaration (declare/metadata.py) makes. UsageError if neither;
+    `name`: what led to it."""
+    system = getattr(found, "system", found)
+    if not isinstance(system, System):
+        raise UsageError(f"system {name!r}: that is a {type(found).__name__}, not a System or a Metadata; name one")
+    return system
 
 
 def of_device(presets: tuple[str, str], device_type: str) -> str:

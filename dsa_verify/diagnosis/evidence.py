@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from dsa_verify.buffers.region import Region
-from dsa_verify.contract.layout import Field, Layout, Live, Row
+from dsa_verify.contract.layout import Field, Layout, Live, Row, live_rows_name
 from dsa_verify.contract.owners import Owner, OwnerOf, drawn_for
 
 
@@ -43,8 +43,7 @@ class Moment:
         table = self.want.get(field.name)
         if batch_row is None or table is None:
             return None
-        bound = self.live_tokens if field.live is Live.TOKENS else self.live_candidates
-        if field.column_step and field.column_start + column * field.column_step >= bound[batch_row]:
+        if field.column_step and field.column_start + column * field.column_step >= self._bound(field, row, batch_row):
             return None
         if field.live_token_rows and row >= self.token_rows + (1 if field.row is Row.TOKEN_PREFIX else 0):
             return None
@@ -53,6 +52,12 @@ class Moment:
         if at >= flat.shape[0] or column >= flat.shape[1]:
             return None
         return int(flat[at, column])
+
+    def _bound(self, field: Field, row: int, batch_row: int) -> int:
+        """Return what the columns of `row` are live below."""
+        if field.live is Live.ROWS:
+            return int(self.want[live_rows_name(field.name)][row])
+        return (self.live_tokens if field.live is Live.TOKENS else self.live_candidates)[batch_row]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

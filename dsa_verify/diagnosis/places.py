@@ -58,7 +58,7 @@ def _row_words(evidence: Evidence, field: Field, row: int, column: int) -> list[
 def _column_words(evidence: Evidence, field: Field, column: int) -> list[str]:
     if field.live is Live.CANDIDATES:
         return [f"pool candidate {column}"]
-    if not field.column_step:
+    if not field.column_step or field.live is Live.ROWS:
         return []
     token = field.column_start + column * field.column_step
     return [f"page {token // evidence.layout.geometry.allocator_page}", f"token {token}"]

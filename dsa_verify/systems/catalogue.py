@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.system import OF_OTHERS, OWN_TABLES, System, of_device
+from dsa_verify.contract.system import OF_OTHERS, OWN_TABLES, System, as_system, of_device
 from dsa_verify.systems import dcp, decode, draft_extend, mtp, padded, ragged_verify, target_verify
 from dsa_verify.systems.engines import check_system, engine_subject
 from dsa_verify.systems.trust import installed_subjects, installed_systems
@@ -53,9 +53,7 @@ def get_system(name: str) -> System:
         raise UsageError(f"system {name!r} is unknown; known systems: {listed}; or give module:attribute")
     from dsa_verify.contract.subject import load_attribute  # imports torch
 
-    found = load_attribute(reference)
-    if not isinstance(found, System):
-        raise UsageError(f"system {name!r}: that is a {type(found).__name__}, not a System; name a System")
+    found = as_system(load_attribute(reference), name)
     register(found)
     _REFERENCES[found.name] = reference
     return found
@@ -112,7 +110,7 @@ def resolve_geometry(
     for a wrong one.
     """
     engine = engine_subject(subject) if isinstance(subject, str) else None
-    wanted = dict(settings) if engine is None else {**engine.settings, **settings}
+    wanted = {**system.asks, **({} if engine is None else engine.settings), **settings}
     presets = system.presets if engine is None or engine.presets is None else engine.presets
     fixed = set(wanted) if preset is None else {*wanted, "indexer"}
     if preset is None:

@@ -13,12 +13,10 @@ from typing import Final
 
 import torch
 
-from dsa_verify.buffers.derived_inputs import Tensors, slots_at
+from dsa_verify.buffers.derived_inputs import Tensors, hashed, mixed, slots_at
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.static_inputs import KV_WORDS
 
-_MIX: Final = (0x9E3779B1, 0x85EBCA6B, 0x2C1B3C6D)
-_MASK: Final = 0x7FFFFFFF
 # One in so many partial results of a rank is special: NaN, +inf, or owning nothing (contract 8.7).
 _SPECIAL_ONE_IN: Final = 16
 _EMPTY_ONE_IN: Final = 5
@@ -28,7 +26,7 @@ def dcp_inputs(geometry: Geometry, drawn: Tensors, req_to_token: torch.Tensor, s
     lengths, requests = drawn["seq_lens"].long(), drawn["req_pool_indices"].long()
     batch, topk = lengths.shape[0], geometry.topk
     # Any position of the request, in any order; the second half of a row has holes.
-    drawn_at = _hash((batch, topk), seed, 1)
+    drawn_at = hashed((batch, topk), seed, 1)
     position = drawn_at % lengths.clamp(min=1)[:, None]
     chosen = req_to_token[requests[:, None], position]
     column = torch.arange(topk, device=lengths.device)
@@ -40,7 +38,7 @@ def dcp_inputs(geometry: Geometry, drawn: Tensors, req_to_token: torch.Tensor, s
     return {
         "out_cache_loc": slots,
         # Of the slot, not of the row: two batch rows may be one request, and what they write is then the same.
-        "kv_rows": _mix(slots[:, None] * KV_WORDS + word, seed, 3).int(),
+        "kv_rows": mixed(slots[:, None] * KV_WORDS + word, seed, 3).int(),
         "selected_positions": torch.where(empty, -1, position),
         "selection": torch.where(empty, -1, chosen),
         # A rank without weight must hand over finite values, by contract zeros (8.7).
@@ -53,28 +51,16 @@ def _partial_lse(geometry: Geometry, batch: int, seed: torch.Tensor) -> tuple[to
     """Return float32 [D, batch, heads], and where a rank's weight is zero."""
     shape = (geometry.dcp_size, batch, geometry.heads)
     values = _unit_floats(shape, seed, 4) * 20.0
-    kind = _hash(shape, seed, 5)
+    kind = hashed(shape, seed, 5)
     values = torch.where(kind % _EMPTY_ONE_IN == 0, -math.inf, values)
     values = torch.where(kind % _SPECIAL_ONE_IN == 1, math.nan, values)
     values = torch.where(kind % _SPECIAL_ONE_IN == 2, math.inf, values)
     # Some rows belong to no rank at all.
-    nobody = _hash(shape[1:], seed, 6) % _SPECIAL_ONE_IN == 0
+    nobody = hashed(shape[1:], seed, 6) % _SPECIAL_ONE_IN == 0
     values = torch.where(nobody, -math.inf, values)
     return values, ~torch.isfinite(values)
 
 
 def _unit_floats(shape: tuple[int, ...], seed: torch.Tensor, captured: int) -> torch.Tensor:
     """Return float32 in [-1, 1), multiples of 2**-22, so that both sides and any device agree on the bits."""
-    return ((_hash(shape, seed, captured) & 0x7FFFFF) - (1 << 22)).float() * 2.0**-22
-
-
-def _hash(shape: tuple[int, ...], seed: torch.Tensor, captured: int) -> torch.Tensor:
-    """Return int64 in [0, 2**31) of each element."""
-    return _mix(torch.arange(math.prod(shape), device=seed.device), seed, captured).reshape(shape)
-
-
-def _mix(element: torch.Tensor, seed: torch.Tensor, captured: int) -> torch.Tensor:
-    mixed = (element * _MIX[0] + seed * _MIX[1] + captured * _MIX[2]) & _MASK
-    mixed = ((mixed ^ (mixed >> 15)) * _MIX[2]) & _MASK
-    mixed = ((mixed ^ (mixed >> 12)) * _MIX[1]) & _MASK
-    return mixed ^ (mixed >> 16)
+    return ((hashed(shape, seed, captured) & 0x7FFFFF) - (1 << 22)).float() * 2.0**-22

@@ -308,7 +308,7 @@ def _way(field: Field, geometry: Geometry) -> tuple[object, ...]:
         return "sum", 1
     if field.live is Live.CANDIDATES:
         return "candidates", 1
-    if field.column_step:
+    if field.column_step and field.live is not Live.ROWS:
         return "columns", field.column_step, field.columns
     return "length", _length_step(field, geometry)
 

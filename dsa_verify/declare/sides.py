@@ -1,0 +1,121 @@
+"""Sides: reference and candidate of a declaration, as the subjects that the replayer captures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+
+import torch
+
+from dsa_verify.base.errors import UsageError
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.layout import live_rows_name
+from dsa_verify.contract.subject import Buffers, Inputs
+from dsa_verify.declare.declared import SHARED, Declared, Port
+from dsa_verify.declare.sizes import Sizes
+
+
+class Outputs:
+    """The outputs of one side, an attribute each; what is assigned to one takes its place, which a run then finds."""
+
+    _buffers: Buffers
+    _names: tuple[str, ...]
+
+    def __init__(self, buffers: Buffers, names: tuple[str, ...]):
+        object.__setattr__(self, "_buffers", buffers)
+        object.__setattr__(self, "_names", names)
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise AttributeError(f"there is no output {name!r}; the outputs are {', '.join(self._names)}")
+        return self._buffers[name]
+
+    def __setattr__(self, name: str, tensor: torch.Tensor) -> None:
+        getattr(self, name)
+        self._buffers[name] = tensor
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors in the order of the declaration."""
+        return (self._buffers[name] for name in self._names)
+
+
+def inputs_of(declared: Declared, given: Mapping[str, torch.Tensor]) -> SimpleNamespace:
+    """Return the inputs under the names of the declaration."""
+    names = {port.name: SHARED.get(type(port.declared.draw), (port.name,))[0] for port in declared.ins}
+    return SimpleNamespace(**{name: given[source] for name, source in names.items() if source in given})
+
+
+class _Side:
+    """One method of a declaration, on an instance of its own for each captured batch."""
+
+    def __init__(self, declaration: type, declared: Declared, method: str):
+        self.name, self._method = method, method
+        self._declaration, self._declared = declaration, declared
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        self.sizes = self._declared.sizes(geometry, buffers.layout.bucket)
+        self._instance = self._declaration()
+        self._instance.sizes = self.sizes
+        self._inputs = inputs_of(self._declared, inputs.tensors())
+        self._outputs = Outputs(buffers, tuple(port.name for port in self._declared.outs))
+        self._instance.setup(self._inputs, self._outputs)
+
+    def before_replay(self) -> None:
+        self._instance.prepare(self._inputs, self._outputs)
+
+    def in_graph(self) -> None:
+        made = getattr(self._instance, self._method)(self._inputs, self._outputs)
+        if isinstance(made, Mapping):
+            for name, value in made.items():
+                self._copy(name, value)
+
+    def _copy(self, name: str, value: torch.Tensor) -> None:
+        output, where = getattr(self._outputs, name), f"{self._declared.where}.{self._method}: {name}"
+        if tuple(value.shape) != tuple(output.shape):
+            raise UsageError(f"{where} has shape {list(value.shape)}; it is declared as {list(output.shape)}")
+        output.copy_(value)
+
+
+class Candidate(_Side):
+    """What is judged."""
+
+
+class Reference(_Side):
+    """What is right, and with it how much of each row a consumer reads."""
+
+    may_run_eagerly = True
+
+    def __init__(self, declaration: type, declared: Declared):
+        super().__init__(declaration, declared, "reference")
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        super().allocate(geometry, inputs, buffers)
+        self._bounds = [
+            (port, buffers[live_rows_name(port.name)]) for port in self._declared.outs if port.declared.live is not None
+        ]
+
+    def before_replay(self) -> None:
+        """Do nothing: a reference has no eager work."""
+
+    def in_graph(self) -> None:
+        super().in_graph()
+        for port, bounds in self._bounds:
+            bounds.copy_(_live(self._declared, port, self.sizes, self._inputs, bounds))
+
+
+def _live(declared: Declared, port: Port, sizes: Sizes, inputs: SimpleNamespace, bounds: torch.Tensor) -> torch.Tensor:
+    """Return the live columns of each row of an output. UsageError for a rule that gives something else."""
+    where = f"{declared.where}.{port.name}: live"
+    found = port.declared.live(sizes, inputs)
+    if not isinstance(found, torch.Tensor) or found.device != bounds.device:
+        got = f"a tensor on {found.device}" if isinstance(found, torch.Tensor) else f"a {type(found).__name__}"
+        raise UsageError(f"{where} gives {got}; compute it of the inputs, on {bounds.device}")
+    rows = bounds.shape[0]
+    if found.dim() == 1 and found.shape[0] == sizes.B and rows == sizes.T:
+        found = found.repeat_interleave(sizes.T // sizes.B)
+    if tuple(found.shape) != (rows,) or found.dtype.is_floating_point:
+        raise UsageError(
+            f"{where} gives {str(found.dtype).removeprefix('torch.')} {list(found.shape)}; it must be an integer for "
+            f"each of the {rows} rows, or for each of the {sizes.B} requests"
+        )
+    return found
