@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         RequestRow,
         Uniform,
     )
-    from dsa_verify.declare.metadata import Metadata, candidate
+    from dsa_verify.declare.metadata import Metadata, law, subject
     from dsa_verify.declare.ports import In, Out
     from dsa_verify.graphs import Backend, open_backend
     from dsa_verify.overlay.overlay import NullOverlay, Overlay
@@ -104,16 +104,17 @@ _HOME: Final = {
     "System": "dsa_verify.contract.system",
     "Uniform": "dsa_verify.declare.draws",
     "UsageError": "dsa_verify.base.errors",
-    "candidate": "dsa_verify.declare.metadata",
     "case_paths": "fuzz.cases:paths",
     "choose_device": "dsa_verify.base.device",
     "current_outputs": "dsa_verify.contract.subject",
     "diagnostic_matrix": "dsa_verify.rounds.matrix",
     "get_system": "dsa_verify.systems.catalogue",
+    "law": "dsa_verify.declare.metadata",
     "map_outputs": "dsa_verify.contract.map_outputs",
     "new_result": "dsa_verify.run.runner",
     "open_backend": "dsa_verify.graphs",
     "read_case": "dsa_verify.rounds.case_file",
+    "subject": "dsa_verify.declare.metadata",
 }
 
 # Spelled out once more, because a type checker reads a list and no table.
@@ -165,16 +166,17 @@ __all__ = [
     "System",
     "Uniform",
     "UsageError",
-    "candidate",
     "case_paths",
     "choose_device",
     "current_outputs",
     "diagnostic_matrix",
     "get_system",
+    "law",
     "map_outputs",
     "new_result",
     "open_backend",
     "read_case",
+    "subject",
 ]
 
 

@@ -61,6 +61,7 @@ class Cause(Enum):
     WIDER_BUCKET = "rows of a wider bucket"
     OTHER_BUCKETS_REPLAYED = "changed by other buckets"
     LAW = "a law of schedules"
+    DECLARED_LAW = "a declared law"
     PAD_ROW_NOT_RESET = "pad row not reset"
     INPUT_CHANGED = "input changed"
     # Of how the replay was prepared.

@@ -38,6 +38,7 @@ class Row(Enum):
     MULTIPROCESSOR = "multiprocessor"  # where SM r of a schedule starts
     SLOT = "slot"  # physical row r of a pool
     ITEM = "item"  # entry r of a list; row 0 is its head
+    LAW = "law"  # whether a law of a declaration holds, 1 or 0
 
 
 class Compare(Enum):
@@ -93,7 +94,7 @@ class Field:
     buckets, each seeing its first rows. `row_gap`: elements of memory behind each row that nobody may write. `bound`,
     of a float32 field: |got - want| <= bound * max(|want|, floor). `memory`: what a consumer asks of the memory (None:
     adjacent elements of each row). `section`: where this project's contract states the rule; empty for a system of a
-    user's own.
+    user's own. `says`: what a law of a declaration demands, in words.
     """
 
     name: str
@@ -118,6 +119,7 @@ class Field:
     bound: float = 0.0
     floor: float = 1.0
     memory: Memory | None = None
+    says: str = ""
 
     @property
     def kept_rows(self) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.layout import Compare, Field, Layout, Lifetime, Live, Memory
+from dsa_verify.contract.layout import Compare, Field, Layout, Lifetime, Live, Memory, Row
 from dsa_verify.contract.static_inputs import StaticInput
 from dsa_verify.contract.system import System, draft_rows, one
 from dsa_verify.declare.declared import SHARED, Declared, Port
@@ -86,6 +86,9 @@ def _asks(declared: Declared) -> dict[str, object]:
 def _layout(declared: Declared, geometry: Geometry, bucket: int) -> Layout:
     sizes = declared.sizes(geometry, bucket)
     fields = tuple(_field(declared, port, sizes) for port in declared.outs)
+    fields += tuple(
+        Field(name=name, shape=(1,), row=Row.LAW, low=0, high=2, says=says) for name, says in declared.laws.items()
+    )
     return Layout(system=declared.name, geometry=geometry, bucket=bucket, tokens=sizes.T, fields=fields)
 
 

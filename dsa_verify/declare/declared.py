@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from dsa_verify.base.errors import UsageError
@@ -38,17 +38,27 @@ class Port:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Declared:
-    """The inputs `ins` and outputs `outs` of a class, in order, and its `own` sizes. `where`: the class, for errors."""
+    """The inputs `ins` and outputs `outs` of a class, in order, and its `own` sizes. `where`: the class, for errors.
+    `laws`: what each demands, by method. `sometimes`: by what must occur for a run to count, whether it does now."""
 
     where: str
     name: str
     ins: tuple[Port, ...]
     outs: tuple[Port, ...]
     own: Mapping[str, int]
+    laws: Mapping[str, str]
+    sometimes: Mapping[str, Callable[[Any, Any], Any]]
 
     @classmethod
     def of(
-        cls, where: str, name: str, ins: Mapping[str, In], outs: Mapping[str, Out], own: Mapping[str, int]
+        cls,
+        where: str,
+        name: str,
+        ins: Mapping[str, In],
+        outs: Mapping[str, Out],
+        own: Mapping[str, int],
+        laws: Mapping[str, str],
+        sometimes: Mapping[str, Callable[[Any, Any], Any]],
     ) -> Declared:
         """Return the checked declaration. UsageError says which attribute is wrong, and the remedy."""
         for size, value in own.items():
@@ -61,6 +71,8 @@ class Declared:
             ins=tuple(Port.of(where, each, value) for each, value in ins.items()),
             outs=tuple(Port.of(where, each, value) for each, value in outs.items()),
             own=dict(own),
+            laws=laws,
+            sometimes=sometimes,
         )
         declared._check()
         return declared

@@ -26,9 +26,16 @@ _CANDIDATE: Final = "candidate"
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def candidate(method: _Method) -> _Method:
-    """Mark `method` of a declaration as one more candidate, called by its name: `--subject NAME`."""
-    method.dsa_candidate = True  # type: ignore[attr-defined]
+def subject(method: _Method) -> _Method:
+    """Mark `method` of a declaration as one more that is judged, by its name: `--subject NAME`."""
+    method.dsa_subject = True  # type: ignore[attr-defined]
+    return method
+
+
+def law(method: _Method) -> _Method:
+    """Mark `method(inputs, outputs)` of a declaration as a law: it returns bool tensors that must be all true of a
+    candidate's outputs after each replay. The first line of its docstring says what it demands."""
+    method.dsa_law = True  # type: ignore[attr-defined]
     return method
 
 
@@ -41,9 +48,11 @@ class Metadata:
 
     `reference(inputs, outputs)`: what is right, in eager PyTorch: it writes all outputs, or returns them by name. It
     and `candidate(inputs, outputs)`, the code that is judged, belong to different instances with outputs of their own;
-    the candidate is captured in a graph. More candidates are methods marked with `@dsa_verify.candidate`. Optional:
+    the candidate is captured in a graph. More candidates are methods marked with `@dsa_verify.subject`. Optional:
     `setup(inputs, outputs)`, once before the capture; `prepare(inputs, outputs)`, a candidate's eager work before each
-    replay. `self.sizes` has the sizes of the captured batch.
+    replay; methods marked with `@dsa_verify.law`. `sometimes`: by what must occur for a run to count, a function
+    (sizes, inputs) that gives bool tensors, any of which is true where it does. `self.sizes` has the sizes of the
+    captured batch.
 
     A class that says something wrong raises UsageError where it is written. `system` is the value that commands and
     fixtures take (`dsa_verify.System`).
@@ -51,6 +60,7 @@ class Metadata:
 
     name: ClassVar[str] = ""
     sizes: Any = MappingProxyType({})
+    sometimes: ClassVar[Mapping[str, Callable[[Any, Any], Any]]] = MappingProxyType({})
     presets: ClassVar[tuple[str, str]] = ("deepseek_v32", "tiny")
     system: ClassVar[System]
     dsa_declared: ClassVar[Declared]
@@ -69,7 +79,8 @@ class Metadata:
         if not candidates:
             raise UsageError(f"{where}: there is no candidate(self, inputs, outputs); write what is judged")
         name = cls.__dict__.get("name") or _snake(cls.__name__)
-        cls.dsa_declared = Declared.of(where, name, _ports(cls, In), outs, dict(cls.sizes))
+        laws = {each: _first_line(value) for each, value in _members(cls).items() if hasattr(value, "dsa_law")}
+        cls.dsa_declared = Declared.of(where, name, _ports(cls, In), outs, dict(cls.sizes), laws, dict(cls.sometimes))
         cls.dsa_reference = staticmethod(functools.partial(_make_reference, cls))  # type: ignore[attr-defined]
         module = cls.__module__
         subjects: dict[str, str] = {}
@@ -77,10 +88,9 @@ class Metadata:
             maker = f"dsa_{each}"
             setattr(cls, maker, _maker(cls, each))
             subjects[each] = f"{module}:{where}.{maker}"
-        summary = inspect.getdoc(cls) or "a declared system"
         cls.system = system_of(
             cls.dsa_declared,
-            summary=summary.split("\n", 1)[0].rstrip("."),
+            summary=_first_line(cls) or "a declared system",
             oracle=f"{module}:{where}.dsa_reference",
             subjects=subjects,
             presets=cls.presets,
@@ -120,8 +130,12 @@ def _ports(cls: type, kind: type) -> Mapping[str, Any]:
     return {name: value for name, value in _members(cls).items() if isinstance(value, kind)}
 
 
+def _first_line(documented: object) -> str:
+    return (inspect.getdoc(documented) or "").split("\n", 1)[0].rstrip(".")
+
+
 def _is_candidate(name: str, value: object) -> bool:
-    return inspect.isfunction(value) and (name == _CANDIDATE or hasattr(value, "dsa_candidate"))
+    return inspect.isfunction(value) and (name == _CANDIDATE or hasattr(value, "dsa_subject"))
 
 
 def _snake(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
+from typing import Final
 
 import torch
 
@@ -77,7 +78,18 @@ class _Side:
 
 
 class Candidate(_Side):
-    """What is judged."""
+    """What is judged, and with it the laws of its outputs."""
+
+    def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
+        super().allocate(geometry, inputs, buffers)
+        self._laws = {name: buffers[name] for name in self._declared.laws}
+
+    def in_graph(self) -> None:
+        super().in_graph()
+        for name, holds in self._laws.items():
+            holds.copy_(
+                _all(getattr(self._instance, name)(self._inputs, self._outputs), f"{self._declared.where}.{name}")
+            )
 
 
 class Reference(_Side):
@@ -93,6 +105,11 @@ class Reference(_Side):
         self._bounds = [
             (port, buffers[live_rows_name(port.name)]) for port in self._declared.outs if port.declared.live is not None
         ]
+        self._laws = [buffers[name] for name in self._declared.laws]
+        self._sometimes = {
+            name: torch.zeros((), dtype=torch.bool, device=inputs.seq_lens.device) for name in self._declared.sometimes
+        }
+        check_reference(self, self._declared, buffers)
 
     def before_replay(self) -> None:
         """Do nothing: a reference has no eager work."""
@@ -101,6 +118,19 @@ class Reference(_Side):
         super().in_graph()
         for port, bounds in self._bounds:
             bounds.copy_(_live(self._declared, port, self.sizes, self._inputs, bounds))
+        for holds in self._laws:
+            holds.fill_(1)
+        for name, seen in self._sometimes.items():
+            seen.logical_or_(self._declared.sometimes[name](self.sizes, self._inputs).any())
+
+    def forget(self) -> None:
+        """Forget what has occurred."""
+        for seen in self._sometimes.values():
+            seen.zero_()
+
+    def occurred(self) -> dict[str, bool]:
+        """Return by what must occur, whether it has; synchronises."""
+        return {name: bool(seen) for name, seen in self._sometimes.items()}
 
 
 def _live(declared: Declared, port: Port, sizes: Sizes, inputs: SimpleNamespace, bounds: torch.Tensor) -> torch.Tensor:
@@ -119,3 +149,44 @@ def _live(declared: Declared, port: Port, sizes: Sizes, inputs: SimpleNamespace,
             f"each of the {rows} rows, or for each of the {sizes.B} requests"
         )
     return found
+
+
+def _all(holds: object, where: str) -> torch.Tensor:
+    """Return whether a law holds of everything. UsageError for a law that gives no tensor."""
+    if not isinstance(holds, torch.Tensor):
+        raise UsageError(
+            f"{where}: a law gives a {type(holds).__name__}; return a bool tensor, and read nothing on the host"
+        )
+    return holds.all()
+
+
+# A reference is believed after this ----------------------------------------------------------------------------------
+
+_FILLS: Final = (0x5A5A5A5A, 0x3C3C3C3C)
+
+
+def check_reference(reference: Reference, declared: Declared, buffers: Buffers) -> None:
+    """Run `reference` twice, over outputs that hold something else each time. UsageError if it gives other values on
+    the same inputs, or leaves an element that is always read as it was."""
+    runs = []
+    for fill in _FILLS:
+        for port in declared.outs:
+            buffers[port.name].view(torch.int32).fill_(fill)
+        reference.in_graph()
+        runs.append({port.name: buffers[port.name].view(torch.int32).clone() for port in declared.outs})
+    for port in declared.outs:
+        first, second = (run[port.name] for run in runs)
+        kept = (first == _FILLS[0]) & (second == _FILLS[1])
+        where = f"{declared.where}.reference"
+        if bool(((first != second) & ~kept).any()):
+            raise UsageError(
+                f"{where} gave {port.name} other values when it ran again on the same inputs; what is right must "
+                "follow from the inputs alone"
+            )
+        always = port.declared.live is None and not port.declared.step
+        if always and bool(kept.any()):
+            place = kept.nonzero()[0].tolist()
+            raise UsageError(
+                f"{where} leaves {int(kept.sum())} of {kept.numel()} words of {port.name} as they were, the first at "
+                f"{place}; write them, or say which are read (live=, step=)"
+            )

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dsa_verify.buffers.region import LOUD_WORD, Region
 from dsa_verify.contract.explanation import Cause, Explanation
 from dsa_verify.contract.finding import Diagnosis
-from dsa_verify.contract.layout import Compare
+from dsa_verify.contract.layout import Compare, Row
 from dsa_verify.diagnosis.evidence import Element, Evidence
 from dsa_verify.diagnosis.patterns import INT32_END, PATTERNS, replayed_before
 from dsa_verify.diagnosis.places import describe_place, shown
@@ -56,6 +56,9 @@ def diagnose_field(evidence: Evidence, differences: Sequence[Difference]) -> Dia
 
 def _best(evidence: Evidence, elements: Sequence[Element]) -> Explanation:
     first, field = elements[0], elements[0].field
+    if field.row is Row.LAW:
+        says = f": {field.says}" if field.says else ""
+        return Explanation(Diagnosis.LAW_BROKEN, Cause.DECLARED_LAW, {"law": field.name, "says": says})
     most, best = 0, Explanation(Diagnosis.WRONG_VALUE, Cause.NOT_RECOGNISED)
     for pattern in PATTERNS:
         of_first = pattern(evidence, first)

@@ -185,6 +185,7 @@ TEMPLATES: Final[Mapping[Cause, str | Callable[[Facts], str]]] = {
         "{field}[{row}, {column}] of bucket {bucket} was right when that bucket was replayed and is {got} (was {want}) "
         "after other buckets were"
     ),
+    Cause.DECLARED_LAW: "{law} does not hold{says}",
     Cause.LAW: "{field} is what the oracle has, and yet {broken} (contract 3.5)",
     Cause.PAD_ROW_NOT_RESET: (
         "input {input}[{element}] is {got} before anything has read it, it must be {want}: with raw batch {raw}, batch "

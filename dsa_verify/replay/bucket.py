@@ -217,9 +217,17 @@ class CapturedBucket:
         self.first_replay.keep()
         return self.first_replay
 
+    def occurred(self) -> Mapping[str, bool]:
+        """Return by what must occur for the run to count (of a declaration), whether it has; synchronises."""
+        ask = getattr(self.oracle, "occurred", None)
+        return {} if ask is None else ask()
+
     def reset(self) -> None:
         """Forget the rounds that were replayed."""
         self.rounds, self.disturbed = 0, False
+        forget = getattr(self.oracle, "forget", None)
+        if forget is not None:
+            forget()
         self.judges.reset()
         self.shown.reset()
 

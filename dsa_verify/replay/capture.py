@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from dsa_verify.base.errors import HarnessError
+from dsa_verify.base.errors import CaptureError, HarnessError, UsageError
 from dsa_verify.base.torch_functions import replaced_functions
 from dsa_verify.base.torch_state import TorchState
 from dsa_verify.buffers.arena import Arena
@@ -86,6 +86,18 @@ class HarnessGraphs:
     def if_any(self, judge: Judge, body: Callable[[], None]) -> Callable[[], None]:
         """Return `of(body)`, or nothing where `judge` has nothing to look at."""
         return self.of(body) if judge.regions else nothing
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EagerWork:
+    """What is done eagerly where a captured graph would be replayed. `why`: what kept it from being captured."""
+
+    body: Callable[[], None]
+    why: str
+
+    def replay(self) -> None:
+        """Do it."""
+        self.body()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -184,10 +196,20 @@ class Capture:
         try:
             oracle.allocate(self.geometry, inputs, buffers)
             oracle.in_graph()
-            return oracle, self.backend.capture(oracle.in_graph, pool=self.pools[0])
+            return oracle, self._oracle_graph(oracle)
+        except UsageError:
+            raise  # of a declaration, which says what to mend
         except Exception as error:
             broken = f"the oracle of {self.system.name} cannot be captured: {error}{replaced_functions('; ')}"
             raise HarnessError(broken) from error
+
+    def _oracle_graph(self, oracle: Subject) -> Graph:
+        try:
+            return self.backend.capture(oracle.in_graph, pool=self.pools[0])
+        except CaptureError as error:
+            if not getattr(oracle, "may_run_eagerly", False):
+                raise
+            return EagerWork(oracle.in_graph, str(error))
 
     def _captured_subject(
         self, layout: Layout, factory: SubjectFactory, inputs: Inputs, buffers: Buffers

@@ -14,12 +14,15 @@ from dsa_verify.waivers.mask import Seen, WaivedWords
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BucketSeen:
     """The judge has seen this in one bucket: `rounds` were replayed, in each of which `fields` fields were judged.
-    `waived`: the words that each waiver covers."""
+    `waived`: the words that each waiver covers. `occurred`: whether what must occur has. `eager_oracle`: what kept the
+    oracle from being captured; empty if nothing did."""
 
     rounds: int
     fields: int
     tally: Tally
     waived: tuple[tuple[WaivedWords, Seen], ...]
+    occurred: Mapping[str, bool]
+    eager_oracle: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

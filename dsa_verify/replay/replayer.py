@@ -198,6 +198,8 @@ class Replayer:
                     fields=len(captured.judged_fields),
                     tally=tallies[bucket],
                     waived=tuple((words, words.seen()) for words in captured.waived),
+                    occurred=captured.occurred(),
+                    eager_oracle=getattr(captured.oracle_graph, "why", ""),
                 )
                 for bucket, captured in self.buckets.items()
             }

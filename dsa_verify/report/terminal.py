@@ -16,6 +16,7 @@ from dsa_verify.contract.finding import Finding
 from dsa_verify.graphs import Backend
 from dsa_verify.report.streams import report_stream
 from dsa_verify.run.runner import RunResult, total
+from dsa_verify.run.verify import Counts
 from dsa_verify.waivers.waivers import beyond, rounds_by_waiver
 
 GOOD: Final = "green"
@@ -108,10 +109,19 @@ class Terminal:
             fields = [field for field, reason in run.not_covered.items() if reason == why]
             more = f" and {len(fields) - SHOWN_FIELDS} more" if len(fields) > SHOWN_FIELDS else ""
             self.say(f"  not covered: {', '.join(fields[:SHOWN_FIELDS])}{more}: {why}")
+        self._say_of_declaration(counts)
         for why in run.not_run:
             self.say(f"  not run: {why}")
         if run.stopped_early:
             self.say("  stopped at the first failing configuration; --keep-going runs them all")
+
+    def _say_of_declaration(self, counts: Counts) -> None:
+        if counts.eager_oracle:
+            self.say(f"  the reference cannot be captured, and ran eagerly beside the graph: {counts.eager_oracle}")
+        for name in counts.missing:
+            self.say(
+                f"  never occurred: {name}; the run shows nothing of it, so give it other batches or more rounds", BAD
+            )
 
     def error(self, error: BaseException) -> None:
         self.say(f"dsa-verify: {in_a_line(error)}", BAD)
@@ -144,6 +154,8 @@ class Terminal:
             text = f"{counted(counts.rounds_checked, 'replay')} checked, all equal{waived}"
         elif status == STATUS_NOTHING_VERIFIED:
             text = "nothing was verified: a system or case had no round to check"
+            if counts.missing:
+                text = f"what must occur has not: {', '.join(counts.missing)}"
         else:
             text = f"{counted(counts.rounds_checked, 'replay')} checked, {findings} finding(s)"
             text += f", {gone} waived difference(s) gone" if gone else ""

@@ -209,7 +209,7 @@ def status_of(runs: Sequence[RunResult]) -> int:
         return STATUS_MISMATCH
     if findings:
         return STATUS_FLAKY
-    # A system or case that checked nothing is not a pass, even beside others that did.
-    if not runs or any(result.counts.rounds_checked == 0 for result in runs):
+    # A system or case that checked nothing, or not what must occur, is not a pass, even beside others that did.
+    if not runs or any(result.counts.rounds_checked == 0 or result.counts.missing for result in runs):
         return STATUS_NOTHING_VERIFIED
     return STATUS_EQUAL

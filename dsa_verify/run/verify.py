@@ -51,7 +51,9 @@ JOURNAL_ROUNDS: Final = 64
 class Counts:
     """The sums of what was done and seen, taken over configurations. `mismatches` counts words of fields, inputs and
     rows of other buckets; `rounds_checked` those whose judge was polled; `waived` words that a waiver covers, which are
-    no mismatches. `waivers`: what came of each waiver that applied, by its key."""
+    no mismatches. `waivers`: what came of each waiver that applied, by its key. `occurred`: by what a declaration
+    says must occur for the run to count, whether it has. `eager_oracle`: what kept the oracle from being captured, so
+    that it ran eagerly beside the graph."""
 
     configs: int = 0
     replays: int = 0
@@ -64,13 +66,23 @@ class Counts:
     compilations_after_warmup: int = 0
     waived: int = 0
     waivers: dict[str, WaiverUse] = dataclasses.field(default_factory=dict)
+    occurred: dict[str, bool] = dataclasses.field(default_factory=dict)
+    eager_oracle: str = ""
 
     def add(self, other: Counts) -> None:
         for field in dataclasses.fields(self):
-            if field.name != "waivers":
+            if field.type == "int":
                 setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+        self.eager_oracle = self.eager_oracle or other.eager_oracle
+        for name, has in other.occurred.items():
+            self.occurred[name] = has or self.occurred.get(name, False)
         for key, use in other.waivers.items():
             self.waivers[key] = self.waivers[key].plus(use) if key in self.waivers else dataclasses.replace(use)
+
+    @property
+    def missing(self) -> list[str]:
+        """Return what must occur for the run to count, and has not."""
+        return [name for name, has in self.occurred.items() if not has]
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
@@ -235,6 +247,7 @@ def _count(replayer: Replayer, counts: Counts, *, waivers_due: bool) -> None:
             counts.mismatches += seen.tally.count(Kind.FIELD, Kind.WIDER_BUCKET, Kind.INPUT)
             counts.guard_hits += seen.tally.count(Kind.GUARD)
             _count_waived(replayer, bucket, seen, counts, waivers_due)
+            counts.add(Counts(occurred=dict(seen.occurred), eager_oracle=seen.eager_oracle))
 
 
 def _count_waived(replayer: Replayer, bucket: int, seen: BucketSeen, counts: Counts, waivers_due: bool) -> None:
