@@ -18,11 +18,12 @@ import torch
 from dsa_verify.base.errors import DeviceLost, OutOfMemory, UsageError
 from dsa_verify.contract import progress
 from dsa_verify.contract.finding import Finding
+from dsa_verify.contract.system import System
 from dsa_verify.graphs import open_backend
 from dsa_verify.rounds.case_file import read_case
 from dsa_verify.rounds.matrix import Config, diagnostic_matrix
 from dsa_verify.run.runner import Runner, RunResult, Subject, new_result
-from dsa_verify.systems.catalogue import get_system, resolve_geometry
+from dsa_verify.systems.catalogue import get_system, known_as, resolve_geometry
 from dsa_verify.systems.trust import check_trust
 from dsa_verify.waivers.waivers import NO_WAIVERS, Ledger, beyond, rounds_by_waiver
 
@@ -75,7 +76,7 @@ class DsaFixture:
 
     def verify(
         self,
-        system: str,
+        system: str | System | type,
         subject: Subject = None,
         *,
         batches: Sequence[int] | None = None,
@@ -86,6 +87,7 @@ class DsaFixture:
     ) -> RunResult:
         """Replay `subject` beside the oracle of `system`; the test fails if a byte differs or no round was checked.
 
+        `system`: the name of one, "module:attribute", a System, or a class derived from `dsa_verify.Metadata`.
         `subject`: a class or function that returns a new Subject, the name of an installed one, or
         "module:attribute"; the shipped one by default. `batches` x `drafts` (none in decode) are the captured
         configurations, TEST_BATCHES x TEST_DRAFTS by default; each replays `rounds` rounds. Strided inputs and int32
@@ -94,6 +96,7 @@ class DsaFixture:
         """
         __tracebackhide__ = True
         try:
+            system = known_as(system)
             configs = self._configs(system, subject, batches, drafts, preset, rounds, geometry)
             run = self._open(system, subject)
         except UsageError as error:

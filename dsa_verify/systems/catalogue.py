@@ -53,10 +53,24 @@ def get_system(name: str) -> System:
         raise UsageError(f"system {name!r} is unknown; known systems: {listed}; or give module:attribute")
     from dsa_verify.contract.subject import load_attribute  # imports torch
 
-    found = as_system(load_attribute(reference), name)
-    register(found)
-    _REFERENCES[found.name] = reference
-    return found
+    return _remember(as_system(load_attribute(reference), name), reference)
+
+
+def known_as(given: object) -> str:
+    """Return the name by which `given` is known from now on: a name or `module:attribute`, a System, or a declaration
+    (a class), which a case then refers to by its module and name."""
+    if isinstance(given, str):
+        return given
+    system = as_system(given, getattr(given, "__qualname__", str(given)))
+    if isinstance(given, type):
+        return _remember(system, f"{given.__module__}:{given.__qualname__}").name
+    return register(system).name
+
+
+def _remember(system: System, reference: str) -> System:
+    register(system)
+    _REFERENCES[system.name] = reference
+    return system
 
 
 def reference_of(system: System) -> str:
