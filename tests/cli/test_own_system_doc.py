@@ -11,7 +11,6 @@ import pytest
 import torch
 from support import backend
 
-from dsa_verify.contract.geometry import Geometry
 from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.verify import Counts, verify_rounds
@@ -90,7 +89,7 @@ NAMED = {
 
 def found(example: ModuleType, subject: type | None) -> list[tuple[str | None, str, str | None]]:
     system = catalogue.get_system(OWN)
-    for config in diagnostic_matrix(system, Geometry.resolve("tiny"), batches=[4]):
+    for config in diagnostic_matrix(system, system.geometry("tiny"), batches=[4]):
         setup = ReplaySetup.make(system, config.geometry, config.buckets, 0, subject, None, backend())
         findings = verify_rounds(setup, config.chunks(), Counts(), folder=None)
         if findings:

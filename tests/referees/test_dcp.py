@@ -450,7 +450,7 @@ ROUNDS = [
 
 
 def geometry_of(**overrides: object) -> Geometry:
-    return Geometry.resolve("tiny", {**SMALL, "dcp_size": 2, **overrides})
+    return SYSTEMS["dcp"].geometry("tiny", {**SMALL, "dcp_size": 2, **overrides})
 
 
 def findings_of(subject: object, rounds: list[Round], **overrides: object) -> list[Finding]:
@@ -534,7 +534,7 @@ def test_pages_that_do_not_fit_the_ranks_are_refused() -> None:
     with pytest.raises(UsageError, match="dcp_block: 8 does not divide page_size 4"):
         dcp(geometry_of(dcp_block=8), 4)
     with pytest.raises(UsageError, match="pooling is refused"):
-        check_dcp_geometry(Geometry.resolve("tiny_pool", {"dcp_size": 2}))
+        check_dcp_geometry(SYSTEMS["dcp"].geometry("tiny_pool", {"dcp_size": 2}))
 
 
 # Known wrong versions, each caught in the fields where it is wrong ---------------------------------------------------

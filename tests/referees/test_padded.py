@@ -15,7 +15,8 @@ from support import DEVICE
 from dsa_verify.base.errors import UsageError
 from dsa_verify.buffers.arena import GUARD_WORD, TORCH_DTYPES, Arena
 from dsa_verify.buffers.region import LOUD_WORD
-from dsa_verify.contract.geometry import PADDED_MODES, Geometry
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.padded import PADDED_MODES
 from dsa_verify.contract.round import one_floor_each
 from dsa_verify.contract.subject import Buffers, Inputs, Subject
 from dsa_verify.graphs import open_backend
@@ -38,7 +39,7 @@ REAL_BOUNDARIES = (0, 1, 2, 63, 64, 65, 127, 128, 129, 255, 256, 257, 383, 384, 
 
 def tiny(mode: str, draft_tokens: int, **overrides: object) -> Geometry:
     base = {"padded_mode": mode, "draft_tokens": draft_tokens}
-    return Geometry.resolve("tiny_v4", {**base, **overrides})
+    return SYSTEMS["padded"].geometry("tiny_v4", {**base, **overrides})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +164,7 @@ def test_oracle_agrees_with_the_referee(mode: str, n: int, overrides: dict[str, 
 
 @pytest.mark.parametrize("mode, n", MODES)
 def test_oracle_agrees_at_the_real_sizes(mode: str, n: int) -> None:
-    geometry = Geometry.resolve(
+    geometry = SYSTEMS["padded"].geometry(
         "deepseek_v4",
         {"padded_mode": mode, "draft_tokens": n, "context": 1024, "request_rows": 20, "low_ratios": n != 4},
     )
@@ -196,7 +197,7 @@ def test_pipeline_agrees_with_the_oracle(mode: str, n: int) -> None:
 def test_pipeline_at_the_real_sizes(mode: str, n: int) -> None:
     """Several blocks of columns, and more rows than one interpreted program takes."""
     overrides = {"padded_mode": mode, "draft_tokens": n, "context": 70_000, "request_rows": 4}
-    geometry = Geometry.resolve("deepseek_v4", overrides)
+    geometry = SYSTEMS["padded"].geometry("deepseek_v4", overrides)
     subject, oracle = Bench(Padded(), geometry, 3), Bench(PaddedOracle(), geometry, 3)
     for batch in (Batch((70_000, 129), (3, 2)), Batch((256 * 64 - 1,), (1,))):
         assert_same(subject.replay(batch), oracle.replay(batch))

@@ -32,6 +32,7 @@ COVERED: Final = (
     "dsa_seqlens_expanded",
     "real_page_table",
 )
+WINDOW: Final = 128  # of the tensors that it makes beside those that are covered
 _OTHERS: Final = "SGLang's ragged verify of DSV4 has no such tensor"
 
 
@@ -98,7 +99,7 @@ class RaggedVerify:
             seq_lens_casual=rows.seq_lens_casual,
             max_seq_len=geometry.columns,
             page_size=geometry.page_size,
-            swa_window=geometry.window,
+            swa_window=WINDOW,
         )
         out["dsa_seqlens_expanded"].copy_(prepared.seq_lens_casual)
         out["real_page_table"].copy_(prepared.page_table)
