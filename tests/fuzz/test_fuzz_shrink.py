@@ -333,7 +333,6 @@ class WrongFromFloor(EagerDecode):
         pass
 
     def in_graph(self) -> None:
-        assert self.inputs.replay_floors is not None
         self.out["seq_lens_casual"].copy_(self.inputs.seq_lens + (self.inputs.replay_floors >= 5))
 
 

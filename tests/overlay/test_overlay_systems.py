@@ -210,7 +210,7 @@ def test_a_difference_leaves_its_evidence_in_a_graph(tmp_path: Path, replays: Co
     }
     outputs = Arena([layout], DEVICE, 0).at(2)
     oracle = SYSTEMS["decode"].make_oracle()
-    oracle.allocate(geometry, Inputs(**inputs), outputs)
+    oracle.allocate(geometry, Inputs.of(inputs), outputs)
     overlay = Overlay.attach(system="decode", geometry=geometry, directory=tmp_path)
     for length in (3, 7, 9, 4):
         inputs["seq_lens"][0] = length

@@ -61,13 +61,15 @@ class Bench:
         self.full_to_swa = rng.integers(-1, geometry.slots // 2, geometry.slots + 1, dtype=np.int32)
         self.full_to_swa[0], self.full_to_swa[-1] = PAD_SLOT_IN_WINDOW, -1
         dtype = TORCH_DTYPES[geometry.index_dtype]
-        self.inputs = Inputs(
-            seq_lens=input_of(geometry, (bucket,), dtype)[0],
-            req_pool_indices=input_of(geometry, (bucket,), dtype)[0],
-            req_to_token=torch.from_numpy(self.slots.astype(np.int32)).to(DEVICE),
-            out_cache_loc=input_of(geometry, (bucket * self.per_request,), torch.int64)[0],
-            full_to_swa=torch.from_numpy(self.full_to_swa).to(DEVICE),
-            replay_floors=input_of(geometry, (bucket,), torch.int32)[0] if geometry.request_floors else None,
+        self.inputs = Inputs.of(
+            {
+                "seq_lens": input_of(geometry, (bucket,), dtype)[0],
+                "req_pool_indices": input_of(geometry, (bucket,), dtype)[0],
+                "req_to_token": torch.from_numpy(self.slots.astype(np.int32)).to(DEVICE),
+                "out_cache_loc": input_of(geometry, (bucket * self.per_request,), torch.int64)[0],
+                "full_to_swa": torch.from_numpy(self.full_to_swa).to(DEVICE),
+                **({"replay_floors": input_of(geometry, (bucket,), torch.int32)[0]} if geometry.request_floors else {}),
+            }
         )
         self.arena = Arena([padded(geometry, bucket)], DEVICE, LOUD_WORD)
         self.buffers = self.arena.at(bucket)
@@ -86,7 +88,7 @@ class Bench:
             ("out_cache_loc", self.locations),
             ("replay_floors", self._floors()),
         ):
-            tensor = getattr(self.inputs, name)
+            tensor = self.inputs.tensors().get(name)
             if tensor is not None:
                 tensor.copy_(torch.tensor(values, dtype=tensor.dtype))
         if poison:
@@ -332,17 +334,15 @@ class OneFloor(Padded):
     """The floors that requests had at capture, when all were pad requests."""
 
     def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
-        assert inputs.replay_floors is not None
-        super().allocate(geometry, dataclasses.replace(inputs, replay_floors=inputs.replay_floors.clone()), buffers)
+        super().allocate(geometry, inputs.replace(replay_floors=inputs.replay_floors.clone()), buffers)
 
 
 class FloorOfTheFirst(Padded):
     """That of the first request for all."""
 
     def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
-        assert inputs.replay_floors is not None
         of_all = inputs.replay_floors[:1].expand(buffers.layout.bucket)
-        super().allocate(geometry, dataclasses.replace(inputs, replay_floors=of_all), buffers)
+        super().allocate(geometry, inputs.replace(replay_floors=of_all), buffers)
 
 
 @pytest.mark.parametrize("subject", [OneFloor, FloorOfTheFirst, Padded])

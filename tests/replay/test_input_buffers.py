@@ -68,10 +68,9 @@ class Model:
             assert inputs.req_pool_indices.tolist() == self.requests.tolist()
             assert np.array_equal(inputs.req_to_token.cpu().numpy(), self.table)
             if self.extends:
-                assert inputs.extend_lens is not None
                 assert inputs.extend_lens.tolist() == self.extend_lens.tolist()
             else:
-                assert inputs.extend_lens is None
+                assert "extend_lens" not in inputs.own
 
 
 @pytest.mark.parametrize("system", sorted(SYSTEMS))
@@ -157,9 +156,25 @@ def test_floors_of_requests_reach_both_sides_and_pad_rows_keep_the_one_of_all():
     for bucket, floors in ((4, [2, 0, 7, 5]), (4, [4, 3, 3, 3]), (2, [3, 3])):
         input_buffers.step(bucket)
         for inputs in input_buffers.inputs(bucket):
-            assert inputs.replay_floors is not None
             assert inputs.replay_floors.tolist() == floors
-    assert make_input_buffers("padded", geometry.replace(request_floors=False)).inputs(2)[0].replay_floors is None
+    assert make_input_buffers("padded", geometry.replace(request_floors=False)).inputs(2)[0].own.keys() == {
+        "out_cache_loc",
+        "full_to_swa",
+    }
+
+
+def test_an_input_that_a_system_has_not_is_refused_with_those_that_it_has():
+    geometry = SYSTEMS["padded"].geometry("tiny_v4", {"request_rows": 9})
+    inputs, _ = make_input_buffers("padded", geometry).inputs(2)
+    with pytest.raises(AttributeError) as caught:
+        inputs.kv_rows  # noqa: B018
+    assert str(caught.value) == (
+        "these inputs have no 'kv_rows'; the system's own inputs in this geometry are: out_cache_loc, full_to_swa"
+    )
+    other = inputs.replace(seq_lens=inputs.seq_lens.clone(), out_cache_loc=inputs.out_cache_loc.clone())
+    assert other.tensors().keys() == inputs.tensors().keys()
+    changed = {name for name, tensor in other.tensors().items() if tensor is not inputs.tensors()[name]}
+    assert changed == {"seq_lens", "out_cache_loc"}
 
 
 def test_the_model_sees_a_step_that_forgets_the_oracle(monkeypatch: pytest.MonkeyPatch):
@@ -271,7 +286,6 @@ def test_the_location_of_no_token_is_0(mode: str):
     input_buffers.step(3)
     each = SYSTEMS[system].token_rows(small(system, **changes))
     for inputs in input_buffers.inputs(3):
-        assert inputs.out_cache_loc is not None
         rows = inputs.out_cache_loc.view(3, each)
         assert rows[0].tolist() == [0] * each or mode in ("verify", "draft_block"), "whose tokens come after the length"
         assert rows[2].tolist() == [0] * each
@@ -311,8 +325,6 @@ def test_gaps_between_columns_are_filled_and_guarded():
     geometry = small("dcp", input_view="strided", dcp_size=2)
     input_buffers = make_input_buffers("dcp", geometry)
     inputs, oracle = input_buffers.inputs(3)
-    assert inputs.selection is not None
-    assert inputs.partial_lse is not None
     input_buffers.upload(
         table_of("dcp", geometry, *[Round(bucket=3, seq_lens=(5, 6, 7), requests=(1, 2, 3), seed=4)] * 2)
     )
@@ -362,7 +374,6 @@ def test_reset_gives_the_state_in_which_engines_capture():
     for inputs in input_buffers.inputs(WIDEST):
         assert inputs.seq_lens.tolist() == [3 + 4] * WIDEST, "max(1, N + kp) with pooling (contract 0.2)"
         assert inputs.req_pool_indices.tolist() == [PAD_REQUEST] * WIDEST
-        assert inputs.extend_lens is not None
         assert inputs.extend_lens.tolist() == [3] * WIDEST
     assert input_buffers.round_index.tolist() == [-1]
     input_buffers.step(2)

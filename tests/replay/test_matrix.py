@@ -330,7 +330,7 @@ class ExtendsAll(DraftExtend):
 
     def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
         lens = torch.full_like(inputs.seq_lens, geometry.draft_tokens)
-        super().allocate(geometry, dataclasses.replace(inputs, extend_lens=lens), buffers)
+        super().allocate(geometry, inputs.replace(extend_lens=lens), buffers)
 
 
 @pytest.mark.parametrize("batch, draft", [(1, 2), (1, 8), (4, 4)])

@@ -54,7 +54,6 @@ class RaggedVerify:
         """UsageError as `wheel.require` has it, and for pages of one token, whose table is another function's."""
         if geometry.page_size == 1:
             raise UsageError(f"subject {self.name!r}: page_size: 1 has no page table of its own; use 2 or more")
-        assert inputs.verify_lens is not None
         self._geometry, self._inputs, self._buffers = geometry, inputs, buffers
         self._verify_lens = inputs.verify_lens
         self._pad = wheel.attribute(KERNELS, "PaddedToBucket")
