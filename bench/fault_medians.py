@@ -49,7 +49,6 @@ def measure(system_name: str, fault: str, seeds: int, device_name: str) -> Line:
     from dsa_verify.base.device import choose_device
 
     device = choose_device(device_name)
-    from dsa_verify.contract.geometry import Geometry
     from dsa_verify.graphs import open_backend
     from dsa_verify.replay.setup import ReplaySetup
     from dsa_verify.rounds.case_file import read_case
@@ -63,7 +62,7 @@ def measure(system_name: str, fault: str, seeds: int, device_name: str) -> Line:
     WrongOnce.struck = False
     system, needed = SYSTEMS[system_name], dict(NEEDS.get(fault, {}))
     subject, preset = needed.pop("subject", None), needed.pop("preset", system.preset("cpu"))
-    geometry = Geometry.resolve(preset, needed)
+    geometry = system.geometry(preset, needed)
     config = diagnostic_matrix(
         system, geometry, batches=[6], drafts=[3] if system.drafts else None, fixed=frozenset(needed)
     )[0]

@@ -36,12 +36,12 @@ class Loop:
         sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
         from serving_loop import ServingLoop
 
-        from dsa_verify.contract.geometry import Geometry
         from dsa_verify.graphs import open_backend
         from dsa_verify.subjects.pipelines.padded import Padded
+        from dsa_verify.systems.catalogue import get_system
 
         mode = {"padded_mode": "verify", "draft_tokens": draft_tokens} if draft_tokens > 1 else {}
-        self.geometry = Geometry.resolve("deepseek_v4", mode)
+        self.geometry = get_system("padded").geometry("deepseek_v4", mode)
         self.bucket, self.device = bucket, device
         self.loop = ServingLoop(
             Padded, system="padded", geometry=self.geometry, bucket=bucket, backend=open_backend(device)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dsa_verify.contract.layout import Compare, Field, Layout, Lifetime, Live, Row
     from dsa_verify.contract.map_outputs import map_outputs
     from dsa_verify.contract.round import Round, Scenario
+    from dsa_verify.contract.size import Size
     from dsa_verify.contract.static_inputs import StaticInput
     from dsa_verify.contract.subject import Buffers, Inputs, Subject, SubjectFactory, current_outputs
     from dsa_verify.contract.system import System
@@ -98,6 +99,7 @@ _HOME: Final = {
     "RunResult": "dsa_verify.run.runner",
     "Runner": "dsa_verify.run.runner",
     "Scenario": "dsa_verify.contract.round",
+    "Size": "dsa_verify.contract.size",
     "StaticInput": "dsa_verify.contract.static_inputs",
     "Subject": "dsa_verify.contract.subject",
     "SubjectFactory": "dsa_verify.contract.subject",
@@ -160,6 +162,7 @@ __all__ = [
     "RunResult",
     "Runner",
     "Scenario",
+    "Size",
     "StaticInput",
     "Subject",
     "SubjectFactory",

@@ -59,7 +59,7 @@ class ServingLoop:
         }
         if system == "padded":
             named["full_to_swa"] = window.to(self.device)
-        self.inputs = Inputs(req_to_token=self.request_map.clone().to(self.device), **named)
+        self.inputs = Inputs.of({"req_to_token": self.request_map.clone().to(self.device), **named})
         self.filler = PaddedInputFiller(specs, self.inputs.tensors())
         layout = get_system(system).layout(geometry, bucket)
         self.rows_per_request = layout.tokens // bucket
@@ -144,8 +144,6 @@ class CorePreparation:
     name = "core"
 
     def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
-        assert inputs.out_cache_loc is not None
-        assert inputs.full_to_swa is not None
         self.geometry, self.inputs, self.out = geometry, inputs, buffers
         self.locations, self.to_window = inputs.out_cache_loc, inputs.full_to_swa
         n, device = buffers.layout.tokens // buffers.layout.bucket, inputs.seq_lens.device

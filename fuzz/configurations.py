@@ -182,7 +182,7 @@ class _Draw:
     def _ragged(self) -> bool:
         """Return whether rounds say how many tokens each request verifies, within the token rows of a graph (contract
         9)."""
-        return "verify_lens" in self.system.lens(self.base)
+        return "graph_tokens" in self.base.own
 
     @property
     def engine(self) -> bool:

@@ -174,9 +174,6 @@ class DcpOracle:
         for rank in range(self._geometry.dcp_size):
             self._share(rank)
         inputs, buffers = self._inputs, self._buffers
-        assert inputs.selected_positions is not None
-        assert inputs.partial_out is not None
-        assert inputs.partial_lse is not None
         slots = selected_slots(inputs.req_to_token, inputs.req_pool_indices, inputs.selected_positions)
         buffers["selected_slots"].copy_(slots)
         out, lse = merge(inputs.partial_out, inputs.partial_lse, self._geometry.log_base)
@@ -185,9 +182,6 @@ class DcpOracle:
 
     def _share(self, rank: int) -> None:
         geometry, inputs = self._geometry, self._inputs
-        assert inputs.out_cache_loc is not None
-        assert inputs.kv_rows is not None
-        assert inputs.selection is not None
         place = (rank, geometry.dcp_size, geometry.dcp_block)
         out = {name: self._buffers[f"rank{rank}_{name}"] for name in SHARE if f"rank{rank}_{name}" in self._buffers}
         if "kv_pool" in out:

@@ -20,7 +20,6 @@ class DraftExtendOracle:
 
     def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
         """Keeps the buffers of `Layout.for_oracle()`; writes the constants and numbers the token rows from 1."""
-        assert inputs.extend_lens is not None, "draft_extend has extend_lens among its inputs (contract 0.1)"
         self._geometry, self._inputs, self._buffers = geometry, inputs, buffers
         self._extend_lens = inputs.extend_lens
         write_constants(buffers)

@@ -29,7 +29,7 @@ class IndexerOracle:
         self._write_plan: WritePlan | None = None
         if geometry.pool_size > 1:
             mode = buffers.layout.system
-            self._write_plan = WritePlan(mode, geometry, inputs, inputs.accept_lens)  # type: ignore[arg-type]
+            self._write_plan = WritePlan(mode, geometry, inputs, inputs.own.get("accept_lens"))  # type: ignore[arg-type]
 
     def in_graph(self) -> None:
         """Pools first, as schedules and plans are made over their lengths."""

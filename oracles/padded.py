@@ -24,8 +24,6 @@ class PaddedOracle:
 
     def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
         """Keeps `buffers`; writes down which request each token row belongs to and how far it is from its length."""
-        assert inputs.out_cache_loc is not None, "padded has write locations (contract 7.1)"
-        assert inputs.full_to_swa is not None, "padded has a map into the window's pool (contract 7.1)"
         self._geometry, self._inputs, self._buffers = geometry, inputs, buffers
         self._write_locations, self._full_to_swa = inputs.out_cache_loc, inputs.full_to_swa
         device, per_request = inputs.seq_lens.device, token_rows(geometry)
@@ -57,7 +55,7 @@ class PaddedOracle:
         pages = first_slots.index_select(0, request).long() // geometry.page_size
         out["page_table"].copy_(pages)
         floor = torch.full_like(prefix, geometry.replay_floor)
-        if inputs.replay_floors is not None:
+        if "replay_floors" in inputs.own:
             floor = inputs.replay_floors.long()[self._owner]
         if geometry.padded_mode == "draft_block":
             self._write_block(prefix, request, floor)

@@ -218,7 +218,8 @@ class InputBuffers:
             tensors[name] = memory.tensor(name, tuple(made.shape), made.dtype, "plain", 0).copy_(made)
         shape = (geometry.request_rows, geometry.token_columns)
         table = memory.tensor("req_to_token", shape, torch.int32, form, geometry.slots - 1)
-        inputs = Inputs(req_to_token=table, **tensors)
+        order = (*(spec.name for spec in self._specs), *system.constants)
+        inputs = Inputs.of({"req_to_token": table} | {name: tensors[name] for name in order})
         rows = torch.arange(geometry.request_rows, device=self._device)
         for part in rows.split(256):  # the intermediate is int64 and several times the table
             starts = self._page_starts(part * geometry.pages_per_row)
@@ -226,7 +227,7 @@ class InputBuffers:
         return inputs
 
     def _view(self, inputs: Inputs, bucket: int) -> Inputs:
-        return dataclasses.replace(inputs, **self._views(inputs, bucket))
+        return inputs.replace(**self._views(inputs, bucket))
 
     def _views(self, inputs: Inputs, bucket: int) -> dict[str, torch.Tensor]:
         """Return the rows of `bucket` of each input that has rows of the batch, in the order of their

@@ -24,6 +24,7 @@ from dsa_verify.base.errors import STATUS_EQUAL, STATUS_MISMATCH, DsaVerifyError
 from dsa_verify.base.exit_status import exit_status
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import POISONS, Round
+from dsa_verify.systems.catalogue import get_system
 
 BUCKET: Final = 8
 MAX_RANKS: Final = 8
@@ -69,7 +70,7 @@ def verify(backend: str, rounds: int, seed: int) -> int:
     with _process_group(backend, device) as (rank, size):
         from dsa_verify.replay.dcp_rank import RankRun
 
-        geometry = Geometry.resolve("tiny", {**SIZES, "dcp_size": size, "log_base": ("2", "e")[seed % 2]})
+        geometry = get_system("dcp").geometry("tiny", {**SIZES, "dcp_size": size, "log_base": ("2", "e")[seed % 2]})
         run = RankRun(geometry, BUCKET, rank, device, rounds)
         try:
             run.replay(draw(geometry, rounds, seed))

@@ -73,7 +73,7 @@ def run(options: Options, device: torch.device) -> int:
     backend = open_backend(device)
     names = systems_to_run(options.systems, options.subject, systems_of(options.fault))
     rounds = options.rounds if options.rounds is not None else ROUNDS[device.type]
-    plan = [(get_system(name), _configs(get_system(name), rounds, options, backend)) for name in names]
+    plan = [(get_system(name), _configs(get_system(name), names, rounds, options, backend)) for name in names]
     ledger = choose_ledger(options.waivers, options.no_waivers).allowing_compilations(options.allow_compilations)
     ledger.refuse_if_idle([(system.name, options.subject or default_subject(system)) for system, _ in plan])
     runs: list[RunResult] = []
@@ -98,13 +98,14 @@ def run(options: Options, device: torch.device) -> int:
     return status
 
 
-def _configs(system: System, rounds: int, options: Options, backend: Backend) -> list[Config]:
-    """Return the configurations to capture: another few with another seed, as far as the options leave it open."""
+def _configs(system: System, names: Sequence[str], rounds: int, options: Options, backend: Backend) -> list[Config]:
+    """Return the configurations of one of the systems `names` to capture: another few with another seed, as far as the
+    options leave it open."""
     device = backend.device
     settings = parse_settings(options.settings)
     if options.drafts and not system.drafts and options.systems:
         raise UsageError(f"--draft-tokens: has no effect in {system.name}, which has no draft; leave it out")
-    geometry, fixed = resolve_geometry(system, options.subject, device.type, options.preset, settings)
+    geometry, fixed = resolve_geometry(system, options.subject, device.type, options.preset, settings, names)
     if options.preset is not None:
         fixed |= {"indexer"}  # which is what the names of presets tell apart
     found = configurations(

@@ -179,13 +179,16 @@ def _cases_plan(options: Options, scenarios: Sequence[Scenario]) -> list[_Case]:
 def _matrix_plan(options: Options, backend: Backend) -> list[_Matrix]:
     settings = parse_settings(options.settings)
     plan = []
-    for name in systems_to_run(options.systems, options.subject, systems_of(options.fault)):
+    names = systems_to_run(options.systems, options.subject, systems_of(options.fault))
+    for name in names:
         system = get_system(name)
         if options.drafts and not system.drafts:
             if options.systems:
                 raise UsageError(f"--draft-tokens: has no effect in {name}, which has no draft; leave it out")
             continue
-        geometry, fixed = resolve_geometry(system, options.subject, backend.device.type, options.preset, settings)
+        geometry, fixed = resolve_geometry(
+            system, options.subject, backend.device.type, options.preset, settings, names
+        )
         configs = diagnostic_matrix(
             system,
             geometry,

@@ -11,6 +11,7 @@ from typing import Final
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import Geometry
 
+LOG_BASES: Final = ("2", "e")
 # Of a merge in float32: |got - exact| <= MERGE_BOUND * max(|exact|, largest |partial| of the row) for the outputs and
 # <= MERGE_BOUND * max(|exact|, 1) for the log-sum-exp. In units of 2**-23 and with 8 ranks, a weight is off by 2.4 (an
 # approximate exponential 2, its argument 0.4), the sum of 8 weighted outputs by 0.5 + 3.5 more, the sum of the weights
@@ -25,7 +26,8 @@ def local_rows(slots: int, dcp_size: int, dcp_block: int = 1) -> int:
 
 def shard_pages(geometry: Geometry) -> int:
     """Columns of a rank's page table: its pages of a request as long as the table is wide (contract 8.4)."""
-    return -(-geometry.columns // (geometry.page_size * geometry.dcp_size))
+    ranks: int = geometry.dcp_size
+    return -(-geometry.columns // (geometry.page_size * ranks))
 
 
 def check_dcp_geometry(geometry: Geometry, *, where: str = "") -> None:

@@ -1,25 +1,27 @@
 """Geometry: everything that stays fixed for a run, and the presets that name real models (contract 0.1, 0.3).
 
 A geometry says how large things are, never what a round holds. `Geometry.resolve` is the only way one is made from
-a preset and overrides, so that a wrong combination is refused in one place.
+a preset and overrides, so that a wrong combination is refused in one place. What one system alone needs is a size of
+that system (size.py), and `System.geometry` the way to a geometry that has it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.schedule_variants import VARIANTS, Indices
+from dsa_verify.contract.size import Limits, Size, owners, values_of
 from dsa_verify.contract.topk_plan import PLAN_RULES
 
 MAX_CONTEXT_TOKENS: Final = 1 << 21
 MAX_BATCH: Final = 16_384
 MAX_DRAFT_TOKENS: Final = 16
 MAX_SLOTS: Final = 1 << 31
-MIN_DRAFT_STEPS, MAX_DRAFT_STEPS = 2, 8
 INDEX_DTYPES: Final = ("int64", "int32")
 INPUT_VIEWS: Final = ("plain", "offset", "strided")
 # A request table whose last row begins at element 2**31: 17 GiB, so of edges only.
@@ -27,8 +29,6 @@ FAR: Final = "far"
 TABLE_VIEWS: Final = ("plain", "strided")
 WARM_UPS: Final = ("refreshed", "together")
 TABLE_GAP: Final = 64  # elements behind each row of a strided table
-PADDED_MODES: Final = ("decode", "verify", "draft_block", "draft_extend")
-LOG_BASES: Final = ("2", "e")
 # Page ids of a request row change with its generation; so many generations of all rows are pairwise disjoint.
 DISJOINT_GENERATIONS: Final = 4
 # Pools (contract 0.3).
@@ -56,16 +56,10 @@ class Geometry:
     `wide_table`: whether `page_table_1` exists (contract 1.5).
     `warm_ups`: whether each of the two runs of a graph's body before its capture has eager work of its own before it
     ("refreshed"), or both have the first one's ("together"); engines do either.
-    `draft_steps`: n speculative steps, of mtp alone; its n - 1 draft backends are the destinations (contract 2).
     `indexer`: whether the indexer's metadata (schedule, top-k plan; with pooling its views and write plan) is part of
     the layout. Then `multiprocessors` is S, `schedule` a variant of contract 3.2, `plan_rules` a table of contract 5.
     (V4c is told from others by lengths of N columns, which `architecture` 100 alone lays out, though 90 builds it.)
-    `padded_mode`, `window`, `sparse_ratio`, `dense_ratio`, `low_ratios`, `replay_floor`, `request_floors`,
-    `index_align`: of padded alone (contract 7): the kind of step, the sliding window, tokens of one compressed entry,
-    whether ratios 1 and 2 exist too, the first position that a replay may read of any request, whether each request has
-    such a position of its own instead (pad rows keep `replay_floor`), and what widths are rounded up to.
-    `graph_tokens`: G of ragged_verify, the most token rows of a graph (0: all buckets hold N a request; contract 9).
-    `dcp_size` (D), `dcp_block` (I), `heads`, `head_dim`, `log_base`: of dcp alone (contract 8).
+    `sizes`: those of the system that it is for, whose values `own` holds; each is an attribute, too.
     """
 
     preset: str
@@ -84,25 +78,21 @@ class Geometry:
     table_view: str = "plain"
     wide_table: bool = True
     warm_ups: str = "refreshed"
-    draft_steps: int = 4
     indexer: bool = False
     multiprocessors: int = 132
     schedule: str = "V4b"
     plan_rules: str = "H200"
-    padded_mode: str = "decode"
-    window: int = 128
-    sparse_ratio: int = 4
-    dense_ratio: int = 128
-    low_ratios: bool = False
-    replay_floor: int = 0
-    request_floors: bool = False
-    index_align: int = 64
-    graph_tokens: int = 0
-    dcp_size: int = 1
-    dcp_block: int = 1
-    heads: int = 16
-    head_dim: int = 64
-    log_base: str = "2"
+    sizes: tuple[Size, ...] = dataclasses.field(default=(), repr=False)
+    own: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+
+    def __getattr__(self, name: str) -> Any:
+        """The value of a size of its system."""
+        own: Mapping[str, Any] = object.__getattribute__(self, "own")
+        if name in own:
+            return own[name]
+        has = ", ".join(owners(name))
+        known = f"it is a size of {has}, which get_system(...).geometry(...) makes geometries of" if has else "no field"
+        raise AttributeError(f"this geometry has no {name!r}: {known}")
 
     @property
     def columns(self) -> int:
@@ -122,7 +112,8 @@ class Geometry:
     @property
     def allocator_page(self) -> int:
         """Return A: tokens whose slots are consecutive and aligned (contract 0.1)."""
-        return self.page_size * self.pool_size * self.dcp_size
+        ranks: int = math.prod(self.own[size.name] for size in self.sizes if size.ranks)
+        return self.page_size * self.pool_size * ranks
 
     @property
     def token_columns(self) -> int:
@@ -146,87 +137,55 @@ class Geometry:
         return (self.page_id_space + self.first_page) * self.allocator_page
 
     @classmethod
-    def resolve(cls, preset: str, overrides: Mapping[str, Any] | None = None, *, where: str = "") -> Geometry:
-        """Return the geometry of `preset` with `overrides`; UsageError names the field, its value and the limit."""
+    def resolve(
+        cls, preset: str, overrides: Mapping[str, Any] | None = None, sizes: tuple[Size, ...] = (), *, where: str = ""
+    ) -> Geometry:
+        """Return the geometry of `preset` with `overrides`, and with the `sizes` of a system; UsageError names the
+        field, its value and the limit."""
         if preset not in PRESETS:
             raise UsageError(f"preset: {preset!r} is unknown; known presets: {', '.join(PRESETS)}")
-        values: dict[str, Any] = dict(PRESETS[preset])
+        shared, own = dict(PRESETS[preset]), values_of(sizes, preset)
         for key, value in (overrides or {}).items():
-            expected = _FIELD_TYPES.get(key)
-            if expected is None or key == "preset":
-                known = ", ".join(name for name in _FIELD_TYPES if name != "preset")
-                raise UsageError(f"{where}{key!r}: unknown geometry field; known fields: {known}")
+            expected = type(own[key]) if key in own else SHARED_FIELDS.get(key)
+            if expected is None:
+                raise UsageError(f"{where}{_unknown(key, sizes)}")
             if type(value) is not expected:
                 got = type(value).__name__
                 raise UsageError(f"{where}{key}: {value!r} is {got}; it must be {expected.__name__}")
-            values[key] = value
-        geometry = cls(preset=preset, **values)
-        geometry._check(where)
+            (own if key in own else shared)[key] = value
+        geometry = cls(preset=preset, sizes=sizes, own=own, **shared)
+        geometry._check_each(where)
+        geometry._check_together(where)
         return geometry
+
+    def values(self) -> dict[str, Any]:
+        """Return all fields but the preset, and the system's own sizes, by name in the order of a case."""
+        names = list(SHARED_FIELDS)
+        for size in self.sizes:
+            names.insert(names.index(size.before) if size.before else len(names), size.name)
+        return {name: getattr(self, name) for name in names}
+
+    def of_preset(self) -> Geometry:
+        """Return the preset itself, with the same sizes."""
+        return Geometry(
+            preset=self.preset, sizes=self.sizes, own=values_of(self.sizes, self.preset), **PRESETS[self.preset]
+        )
 
     def overrides(self) -> dict[str, Any]:
         """Return the fields in which this geometry differs from its preset: what a case file stores."""
-        base = Geometry(preset=self.preset, **PRESETS[self.preset])
-        return {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != getattr(base, field.name)
-        }
+        usual = self.of_preset().values()
+        return {name: value for name, value in self.values().items() if value != usual[name]}
 
     def replace(self, **changes: Any) -> Geometry:
         """A checked copy with `changes`."""
-        return Geometry.resolve(self.preset, {**self.overrides(), **changes})
-
-    def _check(self, where: str) -> None:
-        self._check_each(where)
-        self._check_together(where)
+        return Geometry.resolve(self.preset, {**self.overrides(), **changes}, self.sizes)
 
     def _check_each(self, where: str) -> None:
         """Raise UsageError for a value that no other makes legal."""
-        limits: tuple[tuple[str, int, int], ...] = (
-            ("context", 1, MAX_CONTEXT_TOKENS),
-            ("page_size", 1, 1024),
-            ("topk", 1, 2048),
-            ("pool_size", 1, 16),
-            ("draft_tokens", 1, MAX_DRAFT_TOKENS),
-            ("draft_steps", MIN_DRAFT_STEPS, MAX_DRAFT_STEPS),
-            ("request_rows", 2, 2 * MAX_BATCH + 1),
-            ("table_width", 0, MAX_CONTEXT_TOKENS),
-            ("token_table_width", 0, 2 * MAX_CONTEXT_TOKENS),
-            ("first_page", 1, MAX_SLOTS),
-            ("multiprocessors", 1, 1024),
-            ("window", 1, 1024),
-            ("sparse_ratio", 1, 1024),
-            ("dense_ratio", 1, 1024),
-            ("replay_floor", 0, MAX_CONTEXT_TOKENS),
-            ("index_align", 1, 128),
-            ("graph_tokens", 0, MAX_BATCH * MAX_DRAFT_TOKENS),
-            ("dcp_size", 1, 8),
-            ("dcp_block", 1, 1024),
-            ("heads", 1, 128),
-            ("head_dim", 1, 1024),
-        )
-        for name, low, high in limits:
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise UsageError(f"{where}{name}: {value} is outside {low}..{high}; choose a value inside")
-        for name in ("page_size", "pool_size", "sparse_ratio", "dense_ratio", "head_dim"):
-            value = getattr(self, name)
-            if value & (value - 1):
-                raise UsageError(f"{where}{name}: {value} is not a power of two; use 1, 2, 4, ...")
-        named: tuple[tuple[str, Iterable[str]], ...] = (
-            ("index_dtype", INDEX_DTYPES),
-            ("input_view", (*INPUT_VIEWS, FAR)),
-            ("table_view", TABLE_VIEWS),
-            ("warm_ups", WARM_UPS),
-            ("schedule", VARIANTS),
-            ("plan_rules", PLAN_RULES),
-            ("padded_mode", PADDED_MODES),
-            ("log_base", LOG_BASES),
-        )
-        for name, choices in named:
-            if getattr(self, name) not in choices:
-                raise UsageError(f"{where}{name}: {getattr(self, name)!r} is not one of {', '.join(choices)}")
+        for name, limits in _LIMITS.items():
+            limits.check(name, getattr(self, name), where=where)
+        for size in self.sizes:
+            size.check(size.name, self.own[size.name], where=where)
         if self.architecture not in (90, 100):
             raise UsageError(f"{where}architecture: {self.architecture} is not 90 or 100")
 
@@ -288,7 +247,7 @@ def check_pool_geometry(geometry: Geometry, *, where: str = "") -> None:
         )
 
 
-_TINY: Final = {"context": 203, "page_size": 4, "topk": 32, "heads": 2, "head_dim": 8}
+_TINY: Final = {"context": 203, "page_size": 4, "topk": 32}
 _TINY_INDEXER: Final = {"indexer": True, "multiprocessors": 5, "schedule": "tiny"}
 
 PRESETS: Final[dict[str, dict[str, Any]]] = {
@@ -307,21 +266,45 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
         **_TINY_INDEXER,
         "plan_rules": "tiny",
     },
-    "tiny_v4": {
-        "context": 203,
-        "page_size": 16,
-        "topk": 16,
-        "window": 8,
-        "dense_ratio": 8,
-        "index_align": 8,
-    },
+    "tiny_v4": {"context": 203, "page_size": 16, "topk": 16},
     # The pages, ratios and alignment of the model, which its own kernels have built in, over a short context.
-    "small_v4": {"context": 1203, "page_size": 256, "topk": 64, "window": 16},
+    "small_v4": {"context": 1203, "page_size": 256, "topk": 64},
 }
 
-_FIELD_TYPES: Final = {
-    field.name: {"int": int, "str": str, "bool": bool}[str(field.type)] for field in dataclasses.fields(Geometry)
+# By name, the type of each field that all systems share and that overrides may change.
+SHARED_FIELDS: Final = {
+    field.name: {"int": int, "str": str, "bool": bool}[str(field.type)]
+    for field in dataclasses.fields(Geometry)
+    if field.name not in ("preset", "sizes", "own")
 }
+
+_LIMITS: Final[Mapping[str, Limits]] = {
+    "context": Limits(low=1, high=MAX_CONTEXT_TOKENS),
+    "page_size": Limits(low=1, high=1024, power_of_two=True),
+    "topk": Limits(low=1, high=2048),
+    "pool_size": Limits(low=1, high=16, power_of_two=True),
+    "draft_tokens": Limits(low=1, high=MAX_DRAFT_TOKENS),
+    "request_rows": Limits(low=2, high=2 * MAX_BATCH + 1),
+    "table_width": Limits(high=MAX_CONTEXT_TOKENS),
+    "token_table_width": Limits(high=2 * MAX_CONTEXT_TOKENS),
+    "first_page": Limits(low=1, high=MAX_SLOTS),
+    "multiprocessors": Limits(low=1, high=1024),
+    "index_dtype": Limits(choices=INDEX_DTYPES),
+    "input_view": Limits(choices=(*INPUT_VIEWS, FAR)),
+    "table_view": Limits(choices=TABLE_VIEWS),
+    "warm_ups": Limits(choices=WARM_UPS),
+    "schedule": Limits(choices=tuple(VARIANTS)),
+    "plan_rules": Limits(choices=tuple(PLAN_RULES)),
+}
+
+
+def _unknown(key: str, sizes: tuple[Size, ...]) -> str:
+    """Say why no field is called `key`."""
+    if has := owners(key):
+        return f"{key}: is a size of {', '.join(has)} alone; leave it out, or choose that system"
+    return (
+        f"{key[:40]!r}: unknown geometry field; known fields: {', '.join([*SHARED_FIELDS, *(s.name for s in sizes)])}"
+    )
 
 
 def parse_settings(texts: Iterable[str]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterator
 from enum import Enum
 from typing import Final
 
-from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import Geometry
 
 # Bytes of one element, by the dtype names of the contract.
@@ -155,7 +154,7 @@ class Field:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """The fields of `system` at a bucket of `bucket` requests and `tokens` token rows, in reporting order.
-    `ranks`: whether it may have several ranks; UsageError for several in a system of one."""
+    `ranks`: whether they are of several ranks."""
 
     system: str
     geometry: Geometry
@@ -163,10 +162,6 @@ class Layout:
     tokens: int
     fields: tuple[Field, ...]
     ranks: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.ranks and self.geometry.dcp_size > 1:
-            raise UsageError(f"dcp_size: {self.geometry.dcp_size} has no effect in {self.system}; leave it out")
 
     def __iter__(self) -> Iterator[Field]:
         return iter(self.fields)

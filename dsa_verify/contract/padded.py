@@ -11,6 +11,7 @@ from typing import Final
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import Geometry
 
+PADDED_MODES: Final = ("decode", "verify", "draft_block", "draft_extend")
 LOW_RATIOS: Final = (1, 2)
 # Their page table is a placeholder of one page (contract 7.1): neither reads beyond the sliding window.
 PLACEHOLDER_MODES: Final = ("draft_block", "draft_extend")

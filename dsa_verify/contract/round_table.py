@@ -122,7 +122,7 @@ def tabulate(
     extend_lens = np.full((count, widest_bucket), n, np.int64)
     accept_lens = np.full((count, widest_bucket), n, np.int64)
     verify_lens = np.zeros((count, widest_bucket), np.int64)
-    replay_floors = np.full((count, widest_bucket), geometry.replay_floor, np.int64)
+    replay_floors = np.full((count, widest_bucket), geometry.own.get("replay_floor", 0), np.int64)
     remap_rows = np.full((count, slots), -1, np.int64)
     remap_generations, remap_origins, remap_pages = (np.zeros((count, slots), np.int64) for _ in range(3))
     for i, round_ in enumerate(rounds):

@@ -15,7 +15,7 @@ KV_WORDS: Final = 4  # int32 words of one token in the pools of dcp: 16 bytes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StaticInput:
-    """One field of `Inputs`. `name` is that of the field, and of a column of RoundTable if it is `drawn`, else it is
+    """One tensor of `Inputs`. `name` is its name there, and that of a column of RoundTable if it is `drawn`, else it is
     computed on the device (buffers/derived_inputs.py). Batch rows own `rows` consecutive entries along dimension
     `axis`, each of shape `item`; the rest of a padded replay holds `pad`. `low` <= v < `high`: the legal live values,
     of which a poisoned tail is made. `columns_apart`: whether a strided view has gaps between the elements of a row,

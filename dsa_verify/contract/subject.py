@@ -23,47 +23,47 @@ from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.glue_route import GlueConditions, Release, Route
 from dsa_verify.contract.layout import Layout
 
+SHARED_INPUTS: Final = ("seq_lens", "req_pool_indices", "req_to_token")
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
     """The static input buffers of one bucket; a subject must never write them.
 
     `seq_lens`, `req_pool_indices`: [bucket], int64 or int32, possibly strided. `req_to_token`: int32 [request rows,
-    token columns], possibly strided by rows. `extend_lens`: int32 [bucket], draft-extend only. `accept_lens`: int32
-    [bucket], accepted tokens, draft-extend with a pooled indexer only. Contract 0.1.
+    token columns], possibly strided by rows (contract 0.1). `own`: those that the system has beside them, by name; each
+    is an attribute, too (`inputs.out_cache_loc`). What they are, the system says: `System.own_inputs`, `constants`.
 
-    `verify_lens`: int32 [bucket], tokens to verify, ragged_verify only (contract 9). `out_cache_loc`: int64 [token
-    rows], the slot each token is written to, padded and dcp only. `full_to_swa`: int32 [slots + 1], constant, padded
-    only (contract 7.1). `replay_floors`: int32 [bucket], the first position of each request that a replay may read,
-    padded with `request_floors` only; else it is `geometry.replay_floor` of all. dcp only (contract 8): `kv_rows` int32
-    [bucket, 4], what is written there; `selected_positions` int32 [bucket, topk], positions or -1, and `selection`
-    int32 [bucket, topk], their slots or -1; `partial_out` float32 [D, bucket, heads, head_dim], `partial_lse` float32
-    [D, bucket, heads].
-
-    No two inputs that are strided have a stride in common. Of those of dcp, `selected_positions`, `selection` and
-    `partial_lse` may have their columns apart, the others the rows of their last dimension. A location is never -1:
-    that of no token is 0 (contract 0.1). No count comes with a selection: what is not -1 is selected (contract 8.3).
+    No two inputs that are strided have a stride in common. Those with `columns_apart` may have their columns apart, the
+    others the rows of their last dimension.
     """
 
     seq_lens: torch.Tensor
     req_pool_indices: torch.Tensor
     req_to_token: torch.Tensor
-    extend_lens: torch.Tensor | None = None
-    accept_lens: torch.Tensor | None = None
-    verify_lens: torch.Tensor | None = None
-    out_cache_loc: torch.Tensor | None = None
-    full_to_swa: torch.Tensor | None = None
-    replay_floors: torch.Tensor | None = None
-    kv_rows: torch.Tensor | None = None
-    selected_positions: torch.Tensor | None = None
-    selection: torch.Tensor | None = None
-    partial_out: torch.Tensor | None = None
-    partial_lse: torch.Tensor | None = None
+    own: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict, hash=False)
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        """An input of the system's own."""
+        own: Mapping[str, torch.Tensor] = object.__getattribute__(self, "own")
+        if name not in own:
+            has = ", ".join(own) or "none"
+            raise AttributeError(f"these inputs have no {name!r}; the system's own inputs in this geometry are: {has}")
+        return own[name]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> Inputs:
+        """Return the inputs with these names."""
+        own = {name: tensor for name, tensor in tensors.items() if name not in SHARED_INPUTS}
+        return cls(**{name: tensors[name] for name in SHARED_INPUTS}, own=own)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the inputs that this system has, by name."""
-        names = (field.name for field in dataclasses.fields(self))
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        """Return all of them by name."""
+        return {name: getattr(self, name) for name in SHARED_INPUTS} | dict(self.own)
+
+    def replace(self, **changes: torch.Tensor) -> Inputs:
+        """Return inputs with some of the tensors exchanged."""
+        return Inputs.of(self.tensors() | changes)
 
 
 class Buffers(MutableMapping[str, torch.Tensor]):

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.batch import Fewer
 from dsa_verify.contract.edge_kind import EdgeKind
-from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.geometry import SHARED_FIELDS, Geometry
 from dsa_verify.contract.kpool import pooled_indexer
 from dsa_verify.contract.layout import Layout
+from dsa_verify.contract.size import Size, declare
 from dsa_verify.contract.static_inputs import PAD_REQUEST, StaticInput
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class System:
     `drafts`: whether requests have drafts, so that N is a matter of it. `by_default`: whether a run that names no
     system includes it. `presets`: the geometry that a run which names none uses, on a CUDA device and on a CPU.
     `asks`: fields of the geometry that are so unless a run says otherwise, and that nothing turns over.
+    `sizes`: what its geometries have beside the fields that all share (size.py).
 
     Rows and lengths. `token_rows(geometry)`: token rows of one request where all have as many.
     `graph_tokens(geometry, bucket)`: token rows of a graph, where they are not those of each request times the
@@ -120,8 +122,8 @@ class System:
     What is tried. `turn(geometry, i, fixed)`: fields of configuration `i` of the matrix; `shapes(geometry, batches,
     drafts, fixed)`: its buckets, and `script(buckets)`: (bucket, raw batch) of its scripted rounds, both where they are
     not those of all systems. `units(geometry)`: lengths whose multiples a formula turns at. `deal(dealer, geometry)`:
-    fields of a fuzz configuration. `sizes`: fields of its own that a case is shrunk by. `edges`: which it has; by edge
-    `edge_fields`, which are left out where they are fixed, and `widest`, without which there is no widest table.
+    fields of a fuzz configuration. `edges`: which it has; by edge `edge_fields`, which are left out where they are
+    fixed, and `widest`, without which there is no widest table.
     `all_fields`: fields of the geometry with which the layout has everything. `note(geometry)`: words that set a
     configuration apart.
     """
@@ -135,6 +137,7 @@ class System:
     by_default: bool = False
     presets: tuple[str, str] = ("deepseek_v32", "tiny")
     asks: Fields = dataclasses.field(default_factory=dict)
+    sizes: tuple[Size, ...] = ()
 
     token_rows: Callable[[Geometry], int] = draft_rows
     graph_tokens: Callable[[Geometry, int], int] | None = None
@@ -167,12 +170,33 @@ class System:
     script: Callable[[tuple[int, ...]], list[tuple[int, int]]] | None = None
     units: Callable[[Geometry], tuple[int, ...]] = no_lengths
     deal: Callable[[Dealer, Geometry], Fields] = no_deal
-    sizes: tuple[str, ...] = ()
     edges: frozenset[EdgeKind] = frozenset()
     edge_fields: Mapping[EdgeKind, tuple[Fields, ...]] = dataclasses.field(default_factory=dict)
     widest: Fields = dataclasses.field(default_factory=dict)
     all_fields: Fields = dataclasses.field(default_factory=dict)
     note: Callable[[Geometry], str] = no_note
+
+    def __post_init__(self) -> None:
+        names = [size.name for size in self.sizes]
+        for name in names:
+            if name in SHARED_FIELDS or names.count(name) > 1:
+                raise UsageError(f"system {self.name!r}: size {name!r} is there already; give it another name")
+        for size in self.sizes:
+            declare(self.name, size)
+
+    def geometry(self, preset: str, overrides: Mapping[str, Any] | None = None, *, where: str = "") -> Geometry:
+        """Return the geometry of `preset` with `overrides` of its fields, which include the system's own sizes;
+        UsageError names the field, its value and the limit, and begins with `where`."""
+        return Geometry.resolve(preset, overrides, self.sizes, where=where)
+
+    def check_geometry(self, geometry: Geometry) -> None:
+        """Raise UsageError for a geometry that has not this system's sizes."""
+        if geometry.sizes != self.sizes:
+            raise UsageError(
+                f"geometry: it has not the sizes of {self.name}, which are "
+                f"{', '.join(size.name for size in self.sizes) or 'none'}; make it by "
+                f"get_system({self.name!r}).geometry({geometry.preset!r}, ...)"
+            )
 
     def preset(self, device_type: str) -> str:
         """The name of the preset for a device of this type."""

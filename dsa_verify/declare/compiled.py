@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.layout import Compare, Field, Layout, Lifetime, Live, Memory, Row
+from dsa_verify.contract.size import Size
 from dsa_verify.contract.static_inputs import StaticInput
 from dsa_verify.contract.system import System, draft_rows, one
 from dsa_verify.declare.declared import SHARED, Declared, Port
@@ -52,6 +53,7 @@ def system_of(
         drafts=declared.has_drafts,
         presets=presets,
         asks=_asks(declared),
+        sizes=tuple(Size(name=name, default=value, low=1, high=_ENDS["int32"]) for name, value in declared.own.items()),
         token_rows=draft_rows if declared.has_drafts else one,
         adds_draft=length.before_draft,
         pad_length=pad_length,

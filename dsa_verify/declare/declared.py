@@ -62,9 +62,11 @@ class Declared:
     ) -> Declared:
         """Return the checked declaration. UsageError says which attribute is wrong, and the remedy."""
         for size, value in own.items():
-            if size in NAMES or not size.isidentifier() or type(value) is not int:
+            if size in NAMES or not size.isidentifier() or type(value) is not int or value < 1:
                 taken = f"; {size} is {NAMES[size]}" if size in NAMES else ""
-                raise UsageError(f"{where}.sizes: {size!r} is no size of your own: give a new name and an int{taken}")
+                raise UsageError(
+                    f"{where}.sizes: {size!r} is no size of your own: give a new name and an int of 1 or more{taken}"
+                )
         declared = cls(
             where=where,
             name=name,
@@ -86,7 +88,8 @@ class Declared:
 
     def sizes(self, geometry: Geometry, bucket: int) -> Sizes:
         """Return the sizes of a bucket."""
-        return Sizes.of(geometry, bucket, bucket * (geometry.draft_tokens if self.has_drafts else 1), self.own)
+        own = {name: getattr(geometry, name) for name in self.own}
+        return Sizes.of(geometry, bucket, bucket * (geometry.draft_tokens if self.has_drafts else 1), own)
 
     def rows_of(self, port: Port, sizes: Sizes) -> int:
         """Return how many rows of an input each request owns. UsageError where that is no whole number."""

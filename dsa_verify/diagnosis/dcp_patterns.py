@@ -150,7 +150,8 @@ def _place(evidence: Evidence, slot: int) -> tuple[int, int]:
 
 def _virtual(evidence: Evidence, row: int, rank: int) -> int:
     """The inverse of `_place`."""
-    size, block = evidence.layout.geometry.dcp_size, evidence.layout.geometry.dcp_block
+    size: int = evidence.layout.geometry.dcp_size
+    block: int = evidence.layout.geometry.dcp_block
     return (row // block * size + rank) * block + row % block
 
 

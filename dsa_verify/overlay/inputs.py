@@ -88,7 +88,8 @@ class LegalInputs:
         }
         for_oracle["req_pool_indices"].copy_(self._row)
         self.requests = self._legal["req_pool_indices"]
-        self.inputs = Inputs(req_to_token=taken.rows, full_to_swa=taken.full_to_swa, **for_oracle)
+        mapped = {} if taken.full_to_swa is None else {"full_to_swa": taken.full_to_swa}
+        self.inputs = Inputs.of({"req_to_token": taken.rows, **for_oracle, **mapped})
         self.control = self._new_control()
 
     def limits(self, name: str) -> tuple[int, int]:

@@ -129,7 +129,8 @@ class Overlay:
         Lines and cases go to `directory`. UsageError for an argument that is wrong.
         """
         known = get_system(system)
-        resolved = Geometry.resolve(geometry) if isinstance(geometry, str) else geometry
+        resolved = known.geometry(geometry) if isinstance(geometry, str) else geometry
+        known.check_geometry(resolved)
         input_specs(known, resolved)  # refuses a system that no check can know
         layout = known.layout(resolved, 1)
         unknown = [name for name in fields or () if name not in layout]

@@ -51,6 +51,7 @@ class CaptureRing:
         if not 1 <= rounds <= MAX_ROUNDS:
             raise UsageError(f"rounds: {rounds} is outside 1..{MAX_ROUNDS}; choose a number inside")
         self.system, self.geometry, self.widest, self.rounds = get_system(system), geometry, widest, rounds
+        self.system.check_geometry(geometry)
         self.subject, self.fault = subject, fault
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:

@@ -84,6 +84,7 @@ class ReplaySetup:
         by."""
         label, factory = cls.factory_of(system, subject)
         check_device(label, backend.device)
+        system.check_geometry(geometry)
         # Refuse a geometry that the system has no layout for, a wrong name or field now, not at the first capture.
         layouts = [system.layout(geometry, bucket) for bucket in buckets]
         missing = {k: v for layout in layouts for k, v in not_covered(factory, layout, backend.device).items()}

@@ -6,7 +6,6 @@ outside its limit is refused with one line that names the path, the value, the l
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -55,9 +54,8 @@ def parse_case(text: str, *, name: str = "", trusts: Callable[[str], bool] = _no
         raise UsageError(f"schema: {schema} is not {CASE_SCHEMA}, the one this version reads; update dsa-verify")
     body.only("schema", "system", "preset", "geometry", "buckets", "seed", "subject", "fault", "found", "rounds")
     system = system_of_case(body.get("system", str), trusts) or SYSTEMS[body.choice("system", list(SYSTEMS))]
-    overrides = _Reader(body.get("geometry", dict, {}), "geometry")
-    overrides.only(*(field.name for field in dataclasses.fields(Geometry) if field.name != "preset"))
-    geometry = Geometry.resolve(body.choice("preset", list(PRESETS)), overrides.data, where="geometry.")
+    overrides = body.get("geometry", dict, {})
+    geometry = system.geometry(body.choice("preset", list(PRESETS)), overrides, where="geometry.")
     if not system.drafts and geometry.draft_tokens != 1:
         raise UsageError(f"geometry.draft_tokens: {geometry.draft_tokens} has no effect in {system.name}; remove it")
     buckets = body.integers("buckets", 1, MAX_BATCH, "the largest batch", MAX_BUCKETS)

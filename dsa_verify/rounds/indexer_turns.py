@@ -39,7 +39,7 @@ def indexer_turn(system: System, geometry: Geometry, i: int, fixed: frozenset[st
     settings = {**geometry.overrides(), **{key: getattr(geometry, key) for key in fixed if hasattr(geometry, key)}}
     for preset in (pooled, alone) if i % 16 == _POOLED_TURN else (alone,):
         with contextlib.suppress(UsageError):
-            indexed = Geometry.resolve(preset, settings)
+            indexed = system.geometry(preset, settings)
             system.layout(indexed, 1)
             return indexed
     return geometry

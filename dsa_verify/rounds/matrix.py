@@ -137,8 +137,9 @@ def _what_is_special(geometry: Geometry, config_geometry: Geometry) -> Iterator[
         yield config_geometry.preset
     if config_geometry.architecture != geometry.architecture:
         yield f"architecture {config_geometry.architecture}"
-    if config_geometry.low_ratios and not geometry.low_ratios:
-        yield "low ratios"
+    for size in config_geometry.sizes:
+        if size.note and config_geometry.own[size.name] != geometry.own[size.name]:
+            yield size.note
 
 
 def _shapes(
@@ -407,7 +408,7 @@ def _floors(
 ) -> Array:
     """Return 0 of half of the request rows; else around the window of one of the lengths that the row has in this
     round."""
-    geometry, pad = config.geometry, config.geometry.replay_floor
+    geometry, pad = config.geometry, config.geometry.own.get("replay_floor", 0)
     if not config.system.floors(geometry):
         return np.full_like(lengths, pad)
     shape = (len(lengths), geometry.request_rows)

@@ -7,7 +7,7 @@ reach the other through this table, and so that listing the systems imports no k
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -114,15 +114,18 @@ def resolve_geometry(
     device_type: str,
     preset: str | None = None,
     settings: Mapping[str, Any] = MappingProxyType({}),
+    run: Iterable[str] = (),
 ) -> tuple[Geometry, frozenset[str]]:
     """Return the geometry that a run of `subject` (a reference, a factory or None) starts from, and the fields of it
     that are fixed, so that no matrix turns them over: `settings`, and what an engine's subject asks for beside them,
     with OWN_TABLES. Whether there is an indexer is fixed where a preset is named, and for a subject that is not ours,
     which also has OF_OTHERS.
 
-    `preset` (None: that of the subject, else of the system) and `settings` are what the run says itself. UsageError
-    for a wrong one.
+    `preset` (None: that of the subject, else of the system) and `settings` are what the run says itself, the latter for
+    all systems of the `run`: a size of another one of them is left out. UsageError for a wrong one.
     """
+    others = {size.name for name in run for size in get_system(name).sizes} - {size.name for size in system.sizes}
+    settings = {name: value for name, value in settings.items() if name not in others}
     engine = engine_subject(subject) if isinstance(subject, str) else None
     wanted = {**system.asks, **({} if engine is None else engine.settings), **settings}
     presets = system.presets if engine is None or engine.presets is None else engine.presets
@@ -133,7 +136,7 @@ def resolve_geometry(
         fixed.add(OWN_TABLES)
     if not is_ours(system, subject):
         fixed |= OF_THE_SUBJECT | {OF_OTHERS}
-    return Geometry.resolve(preset, wanted), frozenset(fixed)
+    return system.geometry(preset, wanted), frozenset(fixed)
 
 
 def default_subject(system: System) -> str:

@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from dsa_verify.contract.dcp import MERGE_BOUND, check_dcp_geometry, local_rows, shard_pages
+from dsa_verify.contract.dcp import LOG_BASES, MERGE_BOUND, check_dcp_geometry, local_rows, shard_pages
 from dsa_verify.contract.edge_kind import EdgeKind
-from dsa_verify.contract.geometry import LOG_BASES, SCALED_DOWN_PRESETS, Geometry
+from dsa_verify.contract.geometry import SCALED_DOWN_PRESETS, Geometry
 from dsa_verify.contract.layout import Compare, Field, Layout, Lifetime, Row
+from dsa_verify.contract.size import Size
 from dsa_verify.contract.static_inputs import KV_WORDS, StaticInput
 from dsa_verify.contract.system import OF_OTHERS, Dealer, Fields, System
 from dsa_verify.systems.padded import out_cache_loc
@@ -19,7 +20,17 @@ if TYPE_CHECKING:
     import torch
 
 INT32_LIMIT: Final = 1 << 31
-SIZES: Final = (1, 2, 3, 4, 8)
+RANKS: Final = (1, 2, 3, 4, 8)
+_TINY: Final = ("tiny", "tiny_indexer")
+# D; I, the consecutive slots of one rank; what the partial results of attention are made of; and the base of their
+# log-sum-exps (contract 8).
+SIZES: Final = (
+    Size(name="dcp_size", default=1, low=1, high=8, ranks=True),
+    Size(name="dcp_block", default=1, low=1, high=1024),
+    Size(name="heads", default=16, low=1, high=128, presets=dict.fromkeys(_TINY, 2)),
+    Size(name="head_dim", default=64, low=1, high=1024, power_of_two=True, presets=dict.fromkeys(_TINY, 8)),
+    Size(name="log_base", default="2", choices=LOG_BASES),
+)
 
 
 def dcp(geometry: Geometry, bucket: int) -> Layout:
@@ -158,7 +169,7 @@ def _derive(
 def _turn(geometry: Geometry, i: int, fixed: frozenset[str]) -> Fields:
     """Ranks and the base of logarithms; of our own pipelines in half of the configurations blocks of a page, and in a
     quarter a top-k that fills no block of columns."""
-    found: dict[str, object] = {"dcp_size": SIZES[i % len(SIZES)], "log_base": LOG_BASES[i % 2]}
+    found: dict[str, object] = {"dcp_size": RANKS[i % len(RANKS)], "log_base": LOG_BASES[i % 2]}
     if OF_OTHERS not in fixed:
         found["dcp_block"] = (1, geometry.page_size)[i // 2 % 2]
         if i % 4 == 3:
@@ -177,7 +188,7 @@ def _units(geometry: Geometry) -> tuple[int, ...]:
 
 def _deal(dealer: Dealer, geometry: Geometry) -> Fields:
     # Pools are refused with several ranks (contract 8.8).
-    sizes = [size for size in SIZES if geometry.pool_size == 1 and dealer.is_legal(geometry, {"dcp_size": size})]
+    sizes = [size for size in RANKS if geometry.pool_size == 1 and dealer.is_legal(geometry, {"dcp_size": size})]
     found = {"dcp_size": dealer.deal("dcp_size", sizes or [1]), "log_base": dealer.deal("log_base", LOG_BASES)}
     if not dealer.engine:
         found["dcp_block"] = dealer.deal("dcp_block", (1, geometry.page_size))
@@ -192,6 +203,7 @@ SYSTEM: Final = System(
     layout=dcp,
     oracle="oracles.dcp:DcpOracle",
     subjects={"triton": "dsa_verify.subjects.pipelines.dcp:Dcp"},
+    sizes=SIZES,
     seeded=True,
     own_inputs=_inputs,
     derive=_derive,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from dsa_verify.contract.edge_kind import TABLES, EdgeKind
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.layout import Field, Layout
+from dsa_verify.contract.size import Size
 from dsa_verify.contract.system import OF_OTHERS, Dealer, Fields, System
 from dsa_verify.systems import basic
 from dsa_verify.systems.indexer import destination_prefix
@@ -16,6 +17,7 @@ from dsa_verify.systems.indexer import destination_prefix
 if TYPE_CHECKING:
     from dsa_verify.contract.subject import Buffers
 
+MAX_DRAFT_STEPS: Final = 8
 TURNS: Final = (4, 2, 3, 5)  # draft steps of the matrix
 STEPS: Final = (2, 3, 4, 5)  # of fuzzing
 
@@ -38,7 +40,8 @@ def mtp(geometry: Geometry, bucket: int) -> Layout:
 
 def destinations(geometry: Geometry) -> int:
     """Return the number of draft backends: n speculative steps have n - 1 (contract 2)."""
-    return geometry.draft_steps - 1
+    steps: int = geometry.draft_steps
+    return steps - 1
 
 
 def destination_buffers(buffers: Buffers, step: int) -> Buffers:
@@ -77,15 +80,17 @@ SYSTEM: Final = System(
         "triton": "dsa_verify.subjects.pipelines.mtp:Mtp",
         "sibling": "dsa_verify.subjects.pipelines.mtp:Sibling",
     },
+    # n speculative steps, whose n - 1 draft backends are the destinations (contract 2).
+    sizes=(Size(name="draft_steps", default=4, low=2, high=MAX_DRAFT_STEPS, shrinks=True, before="indexer"),),
     by_default=False,  # n - 1 times the work of decode
     indexer=True,
     pools=True,
     empty_rows=True,
     turn=_turn,
     deal=_deal,
-    sizes=("draft_steps",),
     edges=TABLES,
     # So few that each is copied to alone, and so many that three are copied to at once (contract 2.3).
     edge_fields={EdgeKind.WIDE: ({"draft_steps": 2}, {"draft_steps": 4})},
+    all_fields={"draft_steps": MAX_DRAFT_STEPS},
     note=_note,
 )

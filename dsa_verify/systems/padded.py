@@ -7,9 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from dsa_verify.contract.edge_kind import TABLES, EdgeKind
-from dsa_verify.contract.geometry import MAX_CONTEXT_TOKENS, PADDED_MODES, Geometry
+from dsa_verify.contract.geometry import MAX_CONTEXT_TOKENS, Geometry
 from dsa_verify.contract.layout import Field, Layout, Row
-from dsa_verify.contract.padded import LOW_RATIOS, check_padded_geometry, page_columns, write_location_dtype
+from dsa_verify.contract.padded import (
+    LOW_RATIOS,
+    PADDED_MODES,
+    check_padded_geometry,
+    page_columns,
+    write_location_dtype,
+)
+from dsa_verify.contract.size import Size
 from dsa_verify.contract.static_inputs import StaticInput
 from dsa_verify.contract.system import OF_OTHERS, Dealer, Fields, Shapes, System
 from dsa_verify.systems.shapes import DRAFTS, both_ends, swing
@@ -24,6 +31,21 @@ TOPK: Final = 129  # rounded up to the alignment of a table, it fills no block o
 def _narrow(window: int) -> int:
     """A window that ends within the aligned width of its table, so that columns are left behind it."""
     return window - window // 4
+
+
+# The kind of step; the sliding window; tokens of one compressed entry, and whether ratios 1 and 2 exist too; the first
+# position that a replay may read of any request, and whether each request has one of its own instead (pad rows keep
+# `replay_floor`); and what widths are rounded up to (contract 7).
+SIZES: Final = (
+    Size(name="padded_mode", default="decode", choices=PADDED_MODES),
+    Size(name="window", default=128, low=1, high=1024, presets={"tiny_v4": 8, "small_v4": 16}),
+    Size(name="sparse_ratio", default=4, low=1, high=1024, power_of_two=True),
+    Size(name="dense_ratio", default=128, low=1, high=1024, power_of_two=True, presets={"tiny_v4": 8}),
+    Size(name="low_ratios", default=False, note="low ratios"),
+    Size(name="replay_floor", default=0, high=MAX_CONTEXT_TOKENS),
+    Size(name="request_floors", default=False),
+    Size(name="index_align", default=64, low=1, high=128, presets={"tiny_v4": 8}),
+)
 
 
 def token_rows(geometry: Geometry) -> int:
@@ -112,7 +134,8 @@ def _entries(geometry: Geometry, ratio: int) -> int:
 
 
 def _aligned(geometry: Geometry, width: int) -> int:
-    return -(-width // geometry.index_align) * geometry.index_align
+    align: int = geometry.index_align
+    return -(-width // align) * align
 
 
 def written_back(geometry: Geometry) -> int:
@@ -121,7 +144,8 @@ def written_back(geometry: Geometry) -> int:
 
 
 def _floors(geometry: Geometry) -> bool:
-    return geometry.request_floors
+    floors: bool = geometry.request_floors
+    return floors
 
 
 def _inputs(geometry: Geometry) -> tuple[StaticInput, ...]:
@@ -212,6 +236,7 @@ SYSTEM: Final = System(
     },
     drafts=True,
     presets=("deepseek_v4", "tiny_v4"),
+    sizes=SIZES,
     token_rows=token_rows,
     written_back=written_back,
     floors=_floors,
@@ -227,4 +252,5 @@ SYSTEM: Final = System(
     edges=TABLES - {EdgeKind.GAP, EdgeKind.EMPTY},
     # The widest table has a column for each 128 tokens: the longest context, and as many rows as that leaves.
     widest={"padded_mode": "verify", "draft_tokens": 16, "context": MAX_CONTEXT_TOKENS},
+    all_fields={"low_ratios": True},
 )

@@ -10,9 +10,10 @@ from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.batch import Batch
 from dsa_verify.contract.consumers import memory_of
 from dsa_verify.contract.edge_kind import TABLES, EdgeKind
-from dsa_verify.contract.geometry import MAX_BATCH, Geometry
+from dsa_verify.contract.geometry import MAX_BATCH, MAX_DRAFT_TOKENS, Geometry
 from dsa_verify.contract.layout import Field, Layout, Lifetime, Row
 from dsa_verify.contract.ragged import capture_lens, check_verify_lens, graph_tokens
+from dsa_verify.contract.size import Size
 from dsa_verify.contract.static_inputs import StaticInput
 from dsa_verify.contract.system import Shapes, System
 from dsa_verify.systems import indexer
@@ -133,6 +134,8 @@ SYSTEM: Final = System(
     layout=ragged_verify,
     oracle="oracles.ragged_verify:RaggedVerifyOracle",
     subjects={"triton": "dsa_verify.subjects.pipelines.ragged_verify:RaggedVerify"},
+    # G, the most token rows of a graph; 0: all buckets hold N a request.
+    sizes=(Size(name="graph_tokens", default=0, high=MAX_BATCH * MAX_DRAFT_TOKENS),),
     drafts=True,
     graph_tokens=graph_tokens,
     written_back=_starts_at_the_length,

@@ -26,7 +26,7 @@ from packaging.version import InvalidVersion, Version
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.explanation import Cause, Explanation
 from dsa_verify.contract.finding import Diagnosis
-from dsa_verify.contract.geometry import MAX_DRAFT_STEPS, Geometry
+from dsa_verify.contract.geometry import SHARED_FIELDS, Geometry
 from dsa_verify.contract.system import System
 from dsa_verify.systems.catalogue import SYSTEMS
 from dsa_verify.systems.engines import engine_subject
@@ -163,7 +163,7 @@ class Waiver:
 
 
 def _all_hold(conditions: Sequence[Condition], geometry: Geometry, **facts: Any) -> bool:
-    known = {field.name: getattr(geometry, field.name) for field in dataclasses.fields(geometry)} | facts
+    known = {"preset": geometry.preset, **geometry.values(), **facts}
     return all(condition.holds(known) for condition in conditions)
 
 
@@ -373,8 +373,8 @@ def _parse_entry(entry: Mapping[str, Any], where: str) -> list[Waiver]:
     diagnoses = [
         _parse_diagnosis(text, f"{where}.diagnosis") for text in _texts(entry["diagnosis"], f"{where}.diagnosis")
     ]
-    when = _parse_conditions(entry.get("when", {}), f"{where}.when", ("bucket",))
-    shows = _parse_conditions(entry.get("shows", {}), f"{where}.shows", ("bucket", "rounds"))
+    when = _parse_conditions(entry.get("when", {}), f"{where}.when", SYSTEMS[entry["system"]], ("bucket",))
+    shows = _parse_conditions(entry.get("shows", {}), f"{where}.shows", SYSTEMS[entry["system"]], ("bucket", "rounds"))
     return [
         Waiver(
             id=entry["id"],
@@ -431,10 +431,11 @@ def _parse_versions(value: Any, where: str) -> tuple[tuple[str, str], ...]:
     return tuple(value.items())
 
 
-def _parse_conditions(value: Any, where: str, beside: tuple[str, ...]) -> tuple[Condition, ...]:
+def _parse_conditions(value: Any, where: str, system: System, beside: tuple[str, ...]) -> tuple[Condition, ...]:
     if not isinstance(value, Mapping):
         raise UsageError(f'{where}: {value!r} must be a table, as in {{ draft_steps = ">=4" }}')
-    kinds = {field.name: str(field.type) for field in dataclasses.fields(Geometry)} | dict.fromkeys(beside, "int")
+    kinds = {name: kind.__name__ for name, kind in SHARED_FIELDS.items()} | {"preset": "str"}
+    kinds |= {size.name: type(size.default).__name__ for size in system.sizes} | dict.fromkeys(beside, "int")
     found: list[Condition] = []
     for name, wanted in value.items():
         if name not in kinds:
@@ -508,16 +509,10 @@ def fields_of(system: str) -> tuple[str, ...]:
 
 def _many_geometries(system: System) -> Iterator[Geometry]:
     """Small ones that between them have every field of `system`."""
-    most: dict[str, object] = {
-        "draft_steps": MAX_DRAFT_STEPS,
-        "low_ratios": True,
-        "draft_tokens": 2,
-        "request_rows": 66,
-    }
-    most |= system.all_fields
+    most = {"draft_tokens": 2, "request_rows": 66, **system.all_fields}
     for preset in ("tiny", "tiny_pool", "tiny_v4"):
         for changes in ({}, {"indexer": True}, {"architecture": 100}, {"draft_tokens": 1}):
             try:
-                yield Geometry.resolve(preset, {**most, **changes})
+                yield system.geometry(preset, {**most, **changes})
             except UsageError:
                 continue

@@ -107,7 +107,8 @@ def configuration(setup: JournalledSetup) -> str:
 def _setup(spec: ShardSpec, backend: Backend) -> ReplaySetup:
     """Return what the shard runs: one configuration of the diagnostic matrix of its system."""
     plan, system = spec.plan, get_system(spec.system)
-    geometry, fixed = resolve_geometry(system, plan.subject, backend.device.type, plan.preset, plan.settings)
+    device_type = backend.device.type
+    geometry, fixed = resolve_geometry(system, plan.subject, device_type, plan.preset, plan.settings, plan.systems)
     drafts = [geometry.draft_tokens] if "draft_tokens" in plan.settings else plan.drafts or None
     configs = diagnostic_matrix(
         system,

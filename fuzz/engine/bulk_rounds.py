@@ -54,7 +54,7 @@ def _table(setup: ReplaySetup, specs: list[RoundSpec], generations: Array) -> Ro
 
     moves = _moves(columns, generations)
     system, geometry = setup.system, setup.geometry
-    floors = np.full((count, widest), geometry.replay_floor, np.int64)
+    floors = np.full((count, widest), geometry.own.get("replay_floor", 0), np.int64)
     return complete_table(
         system,
         geometry,
@@ -70,7 +70,9 @@ def _table(setup: ReplaySetup, specs: list[RoundSpec], generations: Array) -> Ro
         verify_lens=padded("verify_lens", 0)
         if "verify_lens" in system.lens(geometry)
         else np.zeros((count, widest), np.int64),
-        replay_floors=padded("replay_floors", geometry.replay_floor) if system.floors(geometry) else floors,
+        replay_floors=padded("replay_floors", geometry.own.get("replay_floor", 0))
+        if system.floors(geometry)
+        else floors,
         **moves,
     )
 

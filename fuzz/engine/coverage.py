@@ -319,6 +319,7 @@ def _length_step(field: Field, geometry: Geometry) -> int:
     if field.section.startswith("4"):
         return geometry.pool_size
     if field.section.startswith("7"):
+        steps: dict[str, int]
         steps = {"swa": geometry.window, "c4": geometry.sparse_ratio, "c128": geometry.dense_ratio}
         return steps.get(field.name.partition("_")[0], 1)
     return 1

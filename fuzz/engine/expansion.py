@@ -237,8 +237,8 @@ def expand_columns(
     """Return all rounds of `specs` as int64 columns, NumPy arrays or (given a `device`) tensors, equal bit for bit.
 
     `bucket`, `raw`, `poison`, `twice`, `seed`: [M]. `seq_lens`, `requests`, `extend_lens`, `accept_lens`,
-    `verify_lens`, `replay_floors`: [M, widest bucket], of which the first `raw` mean something. `remap`: [M,
-    REMAPS_PER_ROUND], -1 for none; `remap_origins`, `remap_pages`: as in RoundTable.
+    `verify_lens` and, where rounds have floors, `replay_floors`: [M, widest bucket], of which the first `raw` mean
+    something. `remap`: [M, REMAPS_PER_ROUND], -1 for none; `remap_origins`, `remap_pages`: as in RoundTable.
     """
     return _Columns(specs, system, geometry, device).columns()
 
@@ -278,7 +278,7 @@ class _Columns:
             "extend_lens": self._extend_lens(),
             "accept_lens": 1 + self._below(Lane.ACCEPT, self.geometry.draft_tokens),
             "verify_lens": self._verify_lens(),
-            "replay_floors": self._floors(lengths),
+            **({"replay_floors": self._floors(lengths)} if self.system.floors(self.geometry) else {}),
             **self._moves(requests, lengths),
             "poison": self._once(Lane.POISON, len(POISONS))[:, 0],
             "twice": self._where(self._once(Lane.TWICE, _TWICE_ONE_IN) == 0, 1, 0)[:, 0],

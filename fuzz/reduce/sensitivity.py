@@ -322,7 +322,7 @@ class _Study:
         self._judge("draft length", n, stays, f"N {stays}")
 
     def _geometry(self) -> None:
-        preset = self.case.geometry.resolve(self.case.geometry.preset)
+        preset = self.case.geometry.of_preset()
         for name, value in self.case.geometry.overrides().items():
             if name not in _NOT_VARIED:
                 usual = [case for _, case in self._with_geometry(name, [getattr(preset, name)])]

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.finding import Finding
-from dsa_verify.contract.geometry import MIN_DRAFT_STEPS, Geometry
+from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round, Scenario
 from dsa_verify.contract.static_inputs import PAD_REQUEST
 from dsa_verify.contract.subject import SubjectFactory
@@ -32,7 +32,6 @@ from fuzz.engine.boundaries import boundary_lengths
 from fuzz.reduce.trials import OutOfTime, Signature, Trials
 
 BUDGET_S: Final = 60.0
-_LEAST_SIZES: Final = {"draft_tokens": 1, "draft_steps": MIN_DRAFT_STEPS}
 _SMALLEST_FIRST: Final = 3  # sizes and lengths that are tried from the least on before larger steps are
 T = TypeVar("T")
 
@@ -238,9 +237,8 @@ def smaller_buckets(search: _Search) -> None:
 
 def smaller_geometry(search: _Search) -> None:
     """Make drafts smaller, and leave no difference from the preset that is not needed, but for smaller sizes."""
-    system = get_system(search.best.system)
-    for name in (*(["draft_tokens"] if system.drafts else []), *system.sizes):
-        for size in _from_the_least(_LEAST_SIZES[name], getattr(search.best.geometry, name)):
+    for name, least in _least_sizes(search.best.geometry).items():
+        for size in _from_the_least(least, getattr(search.best.geometry, name)):
             if search.attempt_geometry(**{name: size}):
                 break
     needless = needless_overrides(search.best.geometry)
@@ -444,14 +442,19 @@ def with_requests(scenario: Scenario, names: dict[int, int]) -> Scenario:
     )
 
 
+def _least_sizes(geometry: Geometry) -> dict[str, int]:
+    """Return the sizes that a case is tried with less of, and the least value of each."""
+    return {"draft_tokens": 1} | {size.name: size.low for size in geometry.sizes if size.shrinks}
+
+
 def needless_overrides(geometry: Geometry) -> dict[str, Any]:
     """Return where `geometry` differs from its preset without being smaller, and what the preset has there."""
-    preset = Geometry.resolve(geometry.preset)
+    preset, least = geometry.of_preset(), _least_sizes(geometry)
     found = {}
     for name, value in geometry.overrides().items():
         usual = getattr(preset, name)
         smaller = type(value) is int and value < usual
-        if name not in _LEAST_SIZES and not smaller:
+        if name not in least and not smaller:
             found[name] = usual
     return found
 

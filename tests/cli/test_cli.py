@@ -78,6 +78,19 @@ def test_several_systems_are_a_list_with_totals(dsa_verify: Cli, tmp_path: Path)
     assert result["rounds_checked"] == sum(run["rounds_checked"] for run in result["runs"])
 
 
+def test_a_size_is_set_in_those_of_several_systems_that_have_it(dsa_verify: Cli, tmp_path: Path) -> None:
+    chosen = ("--system", "decode", "--system", "mtp", "--set", "draft_steps=2", "--json", "r.json")
+    status, text = dsa_verify("replay", *chosen, "--batch", "1", "--rounds", "1")
+    assert status == 0, text
+    decode, mtp = json.loads((tmp_path / "r.json").read_text())["runs"]
+    assert decode["fields_checked"] == mtp["fields_checked"], "one draft step has the fields of decode"
+    status, text = dsa_verify("fuzz", *chosen, "--batch", "1", "--rounds", "4", "--seed", "1")
+    assert status == 0, text
+    decode, mtp = json.loads((tmp_path / "r.json").read_text())["fuzz"]
+    steps = [{part["configuration"]["geometry"].get("draft_steps") for part in run["parts"]} for run in (decode, mtp)]
+    assert steps == [{None}, {2}]
+
+
 def test_a_finding_is_printed_written_and_replayed_from_its_case(dsa_verify: Cli, tmp_path: Path) -> None:
     status, text = dsa_verify(
         "replay",
@@ -135,6 +148,9 @@ def test_the_fault_of_a_case_can_be_the_readers_own(dsa_verify: Cli) -> None:
         (("--set", "page_size"), "not KEY=VALUE"),
         (("--set", "page_size=3"), "page_size: 3 is not a power of two"),
         (("--set", "pages=3"), "unknown geometry field"),
+        (("--set", "window=8"), "window: is a size of padded alone; leave it out, or choose that system"),
+        (("--system", "mtp", "--set", "window=8"), "window: is a size of padded alone"),
+        (("--system", "decode", "--system", "mtp", "--set", "draft_steps=1"), "draft_steps: 1 is outside 2..8"),
         (("--set", "draft_tokens=3"), "(--draft-tokens)"),
         (("--system", "decode", "--draft-tokens", "2"), "has no effect in decode"),
         (("--device", "tpu"), "device 'tpu' is unknown"),

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from dsa_verify.contract.finding import INPUT_RULE, LAW_RULE, MEMORY_RULE, Diagnosis, Finding
-from dsa_verify.contract.geometry import PADDED_MODES, Geometry
 from dsa_verify.contract.layout import Layout
 from dsa_verify.contract.links import FOLDER, PAGES, cited_sections, contract_link, contract_links
+from dsa_verify.contract.padded import PADDED_MODES
 from dsa_verify.systems.catalogue import SYSTEMS
 
 ROOT = Path(__file__).parents[2]
@@ -53,9 +53,9 @@ def layouts() -> Iterator[Layout]:
     for name, system in SYSTEMS.items():
         presets = ("tiny_v4",) if name == "padded" else ("tiny", "tiny_indexer", "tiny_pool")
         for preset in presets[:2] if name == "ragged_verify" else presets:  # it has no pools
-            for mode in PADDED_MODES if name == "padded" else PADDED_MODES[:1]:
+            for mode in [{"padded_mode": mode} for mode in PADDED_MODES] if name == "padded" else [{}]:
                 draft = {"draft_tokens": 2} if system.drafts else {}
-                yield system.layout(Geometry.resolve(preset, {"padded_mode": mode, **draft}), 4)
+                yield system.layout(system.geometry(preset, mode | draft), 4)
 
 
 def test_every_cited_section_exists() -> None:

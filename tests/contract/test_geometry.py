@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import MAX_BATCH, MAX_CONTEXT_TOKENS, MAX_SLOTS, PRESETS, Geometry
+from dsa_verify.contract.size import Size
+from dsa_verify.contract.system import System
 from dsa_verify.systems.catalogue import SYSTEMS
 
 geometries = st.builds(
@@ -53,11 +56,61 @@ def test_derived_sizes_fit_together(geometry: Geometry):
 
 
 @pytest.mark.parametrize("system", [name for name in SYSTEMS if name != "dcp"])
-def test_several_ranks_are_refused_in_a_system_of_one(system: str):
-    """They would change what an allocator's page is, and nothing else."""
-    preset = "tiny_v4" if system == "padded" else "tiny_pool"
-    with pytest.raises(UsageError, match=r"dcp_size: 2 has no effect in .*; leave it out"):
-        SYSTEMS[system].layout(Geometry.resolve(preset, {"dcp_size": 2, "draft_tokens": 2, "indexer": False}), 2)
+def test_a_size_of_another_system_is_refused_by_name(system: str):
+    with pytest.raises(UsageError) as caught:
+        SYSTEMS[system].geometry("tiny", {"dcp_size": 2}, where="geometry.")
+    assert str(caught.value) == "geometry.dcp_size: is a size of dcp alone; leave it out, or choose that system"
+    with pytest.raises(AttributeError, match=r"this geometry has no 'dcp_size': it is a size of dcp"):
+        SYSTEMS[system].geometry("tiny").dcp_size  # noqa: B018
+
+
+def test_a_geometry_of_another_system_is_refused_with_the_way_to_one():
+    with pytest.raises(UsageError) as caught:
+        SYSTEMS["mtp"].check_geometry(Geometry.resolve("tiny"))
+    assert str(caught.value) == (
+        "geometry: it has not the sizes of mtp, which are draft_steps; make it by "
+        "get_system('mtp').geometry('tiny', ...)"
+    )
+
+
+SIZES = [(system, size) for system in SYSTEMS.values() for size in system.sizes]
+
+
+@pytest.mark.parametrize("system, size", SIZES, ids=[size.name for _, size in SIZES])
+def test_a_system_keeps_to_the_limits_of_its_sizes(system: System, size: Size):
+    """And each is an attribute, survives the round trip of a case, and a copy in another process."""
+    usual = system.geometry(system.preset("cpu"))
+    assert getattr(usual, size.name) == size.presets.get(usual.preset, size.default)
+    others = {bool: [not size.default], int: [size.low, size.high], str: [*size.choices]}[type(size.default)]
+    for value in others:
+        geometry = usual.replace(**{size.name: value})
+        assert getattr(geometry, size.name) == value
+        assert geometry.overrides() == ({} if geometry == usual else {size.name: value})
+        assert system.geometry(geometry.preset, geometry.overrides()) == geometry
+        copy = pickle.loads(pickle.dumps(geometry))
+        assert (copy, hash(copy)) == (geometry, hash(geometry))
+    wrong = {bool: [1], int: [size.low - 1, size.high + 1, "2"], str: ["?", 1]}[type(size.default)]
+    for value in wrong:
+        with pytest.raises(UsageError, match=rf"^here\.{size.name}: .*{value}"):
+            system.geometry(usual.preset, {size.name: value}, where="here.")
+
+
+def test_sizes_of_a_system_are_declared_once_and_within_their_limits():
+    def declared(*sizes: Size) -> None:
+        dataclasses.replace(SYSTEMS["decode"], name="mine", sizes=sizes)
+
+    with pytest.raises(UsageError, match="system 'mine': size 'topk' is there already; give it another name"):
+        declared(Size(name="topk", default=1, low=1, high=2))
+    with pytest.raises(UsageError, match="size 'depth' is there already"):
+        declared(Size(name="depth", default=1, low=1, high=2), Size(name="depth", default=2, low=1, high=2))
+    with pytest.raises(UsageError, match=r"system 'mine': depth: 3 is outside 1\.\.2"):
+        declared(Size(name="depth", default=1, low=1, high=2, presets={"tiny": 3}))
+
+
+def test_a_size_stands_in_a_case_where_it_stood_before_systems_declared_theirs():
+    changes = {"plan_rules": "tiny", "draft_steps": 3, "indexer": True, "warm_ups": "together"}
+    found = SYSTEMS["mtp"].geometry("tiny", changes).overrides()
+    assert list(found) == ["warm_ups", "draft_steps", "indexer", "plan_rules"]
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))

@@ -86,7 +86,8 @@ def test_owner_of_slot_inverts_token_slots_of_the_presets(preset: str, generatio
 @st.composite
 def tabulated(draw: st.DrawFn, systems: tuple[str, ...] = tuple(SYSTEMS)) -> tuple[str, Geometry, list[Round]]:
     system = draw(st.sampled_from(systems))
-    geometry = draw(small_geometries(draft_tokens=1 if system in ("decode", "dcp") else None))
+    shared = draw(small_geometries(draft_tokens=1 if system in ("decode", "dcp") else None))
+    geometry = SYSTEMS[system].geometry(shared.preset, shared.overrides())
 
     def round_() -> Round:
         bucket = draw(st.integers(1, WIDEST))
@@ -207,5 +208,5 @@ def test_a_prefix_goes_with_the_remap_of_its_row():
     ],
 )
 def test_pages_before_writes_are_whole_ones(system: str, changes: dict[str, object], shared: list[int]):
-    geometry = Geometry.resolve("tiny", changes)
+    geometry = SYSTEMS[system].geometry("tiny", changes)
     assert SYSTEMS[system].pages_before_writes(geometry, np.array([0, 4, 5, 8, 9])).tolist() == shared

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsa_verify.base.errors import UsageError
-from dsa_verify.contract.geometry import PRESETS, Geometry
+from dsa_verify.contract.geometry import PRESETS, SHARED_FIELDS, Geometry
 from dsa_verify.contract.round import POISONS, SEED_LIMIT, Round, Scenario
 from dsa_verify.contract.round_table import tabulate
 from dsa_verify.rounds.case_file import parse_case, read_case
@@ -24,7 +23,7 @@ from dsa_verify.systems.catalogue import SYSTEMS
 @st.composite
 def scenarios(draw: st.DrawFn) -> Scenario:
     system = draw(st.sampled_from(tuple(SYSTEMS)))
-    geometry = Geometry.resolve(
+    geometry = SYSTEMS[system].geometry(
         draw(st.sampled_from(list(PRESETS))),
         {
             "context": draw(st.integers(20, 300)),  # a pooled pad row has up to 16 + 4 tokens
@@ -175,7 +174,7 @@ ROUND_KEYS = (
     "foreign, seed"
 )
 TOP_KEYS = "schema, system, preset, geometry, buckets, seed, subject, fault, found, rounds"
-GEOMETRY_KEYS = ", ".join(field.name for field in dataclasses.fields(Geometry) if field.name != "preset")
+GEOMETRY_KEYS = ", ".join(SHARED_FIELDS)
 
 BAD_EDITS: dict[str, tuple[Edit, str]] = {
     "wrong type": (put("rounds", {}), "rounds: an object is not a list; write a list"),
@@ -224,11 +223,15 @@ BAD_EDITS: dict[str, tuple[Edit, str]] = {
     ),
     "unknown geometry": (
         put("geometry", {"colour\n": 1}),
-        f'geometry: "colour\\n" is an unknown key; known keys here: {GEOMETRY_KEYS}',
+        f"geometry.'colour\\n': unknown geometry field; known fields: {GEOMETRY_KEYS}",
     ),
     "preset in the geometry": (
         put("geometry", {"preset": "tiny"}),
-        f'geometry: "preset" is an unknown key; known keys here: {GEOMETRY_KEYS}',
+        f"geometry.'preset': unknown geometry field; known fields: {GEOMETRY_KEYS}",
+    ),
+    "size of another system": (
+        put("geometry", {"dcp_size": 2}),
+        "geometry.dcp_size: is a size of dcp alone; leave it out, or choose that system",
     ),
     "geometry value of wrong type": (
         put("geometry", "context", "4096"),

@@ -12,6 +12,7 @@ from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round
 from dsa_verify.contract.subject import Buffers, Inputs
 from dsa_verify.diagnosis.confirm import confirm
+from dsa_verify.systems.catalogue import SYSTEMS
 
 LENGTHS = "cache_seqlens_int32"
 ROUNDS = [decode_round(4, 17, 5, 30), decode_round(4, 18, 6, 31)]
@@ -117,7 +118,7 @@ def test_a_subject_that_raises_while_it_explains_keeps_its_finding() -> None:
 
 
 def dcp(fault: str) -> Finding:
-    return first(None, [decode_round(2, 5)], system="dcp", fault=fault, geometry=small(dcp_size=2), buckets=(2,))
+    return first(None, [decode_round(2, 5)], system="dcp", fault=fault, geometry=small("dcp", dcp_size=2), buckets=(2,))
 
 
 def test_mixed_logarithms_are_recognised() -> None:
@@ -134,7 +135,7 @@ def test_the_reserved_slot_is_called_that() -> None:
 @pytest.mark.parametrize("mode, found", [("draft_extend", True), ("draft_block", False), ("decode", False)])
 def test_a_window_is_unclamped_where_rows_are_shorter_than_the_draft(mode: str, found: bool) -> None:
     draft = {} if mode == "decode" else {"draft_tokens": 4}
-    geometry = Geometry.resolve("tiny_v4", {"padded_mode": mode, **draft})
+    geometry = SYSTEMS["padded"].geometry("tiny_v4", {"padded_mode": mode, **draft})
     setup = setup_of(system="padded", fault="unclamped_window", geometry=geometry, buckets=(2,))
     findings = confirm(setup, [decode_round(2, 30)])
     assert bool(findings) is found
@@ -145,7 +146,7 @@ def test_a_window_is_unclamped_where_rows_are_shorter_than_the_draft(mode: str, 
 
 def test_a_fault_that_needs_an_indexer_names_a_preset_that_has_one() -> None:
     with pytest.raises(UsageError) as caught:
-        setup_of(system="mtp", fault="stale_draft_steps", geometry=Geometry.resolve("tiny"))
+        setup_of(system="mtp", fault="stale_draft_steps", geometry=SYSTEMS["mtp"].geometry("tiny"))
     assert str(caught.value) == (
         "fault 'stale_draft_steps' needs an indexer (--preset tiny_pool) and draft_steps of 4 or more"
     )

@@ -73,7 +73,7 @@ def config_of(system: str, fault: str | None = None) -> Config:
     needed = NEEDS.get(fault or "", {})
     return diagnostic_matrix(
         SYSTEMS[system],
-        Geometry.resolve(preset, needed),
+        SYSTEMS[system].geometry(preset, needed),
         batches=[BATCH],
         drafts=[DRAFT],
         rounds=ROUNDS,

@@ -33,7 +33,7 @@ ROUNDS = [
 
 
 def geometry_of(system: str) -> Geometry:
-    return Geometry.resolve("tiny_pool", {"draft_tokens": 3 if SYSTEMS[system].drafts else 1})
+    return SYSTEMS[system].geometry("tiny_pool", {"draft_tokens": 3 if SYSTEMS[system].drafts else 1})
 
 
 def rounds_of(system: str) -> list[Round]:

@@ -19,7 +19,6 @@ from waiver_support import (
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.finding import Diagnosis
-from dsa_verify.contract.geometry import Geometry
 from dsa_verify.systems.catalogue import SYSTEMS
 from dsa_verify.systems.engines import engine_subject
 from dsa_verify.waivers.waivers import (
@@ -165,7 +164,7 @@ def test_versions_are_what_the_subject_says_or_what_is_installed(versions: dict[
 
 def test_every_system_has_fields_to_waive() -> None:
     for name, system in SYSTEMS.items():
-        geometry = Geometry.resolve(system.preset("cpu"))
+        geometry = system.geometry(system.preset("cpu"))
         owned = {field.name for field in system.layout(geometry, 4) if field.alias is None}
         assert owned <= set(fields_of(name)), name
     assert {"rank7_kv_pool", "merged_lse"} <= set(fields_of("dcp"))

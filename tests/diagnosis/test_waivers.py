@@ -370,7 +370,7 @@ SIZES = {"pool_size": 1, "context": 37, "topk": 8, "multiprocessors": 2, "reques
 def steps_setup(
     subject: object, ledger: Ledger, fault: str | None = "stale_draft_steps", steps: int = 4
 ) -> ReplaySetup:
-    geometry = Geometry.resolve("tiny_pool", {**SIZES, "draft_steps": steps})
+    geometry = MTP.geometry("tiny_pool", {**SIZES, "draft_steps": steps})
     return ReplaySetup.make(MTP, geometry, (4,), 0, subject, fault, backend(), ledger)  # type: ignore[arg-type]
 
 

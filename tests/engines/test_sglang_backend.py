@@ -16,7 +16,8 @@ from support import DEVICE, SMALL, backend
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.finding import Finding
-from dsa_verify.contract.geometry import PADDED_MODES, Geometry
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.padded import PADDED_MODES
 from dsa_verify.contract.round import Round
 from dsa_verify.contract.schedule_variants import VARIANTS
 from dsa_verify.contract.subject import Buffers, Inputs, load_attribute
@@ -88,7 +89,7 @@ def test_draft_extend_needs_rounds_that_are_not_ragged() -> None:
 
 def test_draft_steps_need_the_wide_table() -> None:
     with pytest.raises(UsageError, match="leave wide_table true"):
-        allocate(MtpBackend, Geometry.resolve("tiny", {"wide_table": False}))
+        allocate(MtpBackend, SYSTEMS["mtp"].geometry("tiny", {"wide_table": False}))
 
 
 @pytest.mark.parametrize(
@@ -101,12 +102,12 @@ def test_draft_steps_need_the_wide_table() -> None:
 )
 def test_sizes_that_the_v4_backend_has_built_in_are_asked_for(changes: dict[str, object], told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        PaddedBackend()._refuse(Geometry.resolve("deepseek_v4", changes))
+        PaddedBackend()._refuse(SYSTEMS["padded"].geometry("deepseek_v4", changes))
 
 
 @pytest.mark.parametrize("mode", PADDED_MODES)
 def test_what_the_v4_backend_does_not_keep_is_listed(mode: str) -> None:
-    geometry = Geometry.resolve("deepseek_v4", {"padded_mode": mode, "draft_tokens": 3, "low_ratios": True})
+    geometry = SYSTEMS["padded"].geometry("deepseek_v4", {"padded_mode": mode, "draft_tokens": 3, "low_ratios": True})
     layout = padded(geometry, 2)
     missing = set(PaddedBackend.not_covered(layout, torch.device("cpu")))
     compressed = {field.name for field in layout if re.match(r"c\d+_", field.name)}
@@ -208,7 +209,7 @@ def test_fields_of_the_write_plan_are_in_a_record_of_their_own() -> None:
 
 
 def test_each_draft_step_is_read_from_its_own_record() -> None:
-    geometry = Geometry.resolve("glm53_flash", {"context": 300, "request_rows": 4, "draft_steps": 3})
+    geometry = SYSTEMS["mtp"].geometry("glm53_flash", {"context": 300, "request_rows": 4, "draft_steps": 3})
     layout = mtp(geometry, 2)
     steps = [SimpleNamespace(kpool_write_plan=SimpleNamespace()) for _ in range(2)]
     for field in layout:
@@ -400,7 +401,9 @@ def verify(
     system: str, rounds: list[Round], preset: str = "tiny", subject: object = None, **overrides: object
 ) -> list[Finding]:
     """What is found; the smallest geometry that the system takes."""
-    geometry = Geometry.resolve(preset, {**SMALL, "indexer": True, **overrides} if preset == "tiny" else overrides)
+    geometry = SYSTEMS[system].geometry(
+        preset, {**SMALL, "indexer": True, **overrides} if preset == "tiny" else overrides
+    )
     buckets = tuple(sorted({round_.bucket for round_ in rounds}, reverse=True))
     setup = ReplaySetup.make(SYSTEMS[system], geometry, buckets, 0, subject or SUBJECTS[system], None, backend())  # type: ignore[arg-type]
     counts = Counts()

@@ -16,7 +16,6 @@ from support import DEVICE, backend
 
 from dsa_verify.base.errors import STATUS_USAGE, UsageError
 from dsa_verify.contract.finding import Diagnosis, Finding
-from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round
 from dsa_verify.contract.subject import load_attribute
 from dsa_verify.contract.system import OWN_TABLES
@@ -45,7 +44,7 @@ def settings_of(name: str, **overrides: object) -> dict[str, Any]:
 
 def findings_of(name: str, rounds: list[Round] = ROUNDS, **overrides: object) -> dict[str, Finding]:
     """The findings of the subject, by field."""
-    geometry = Geometry.resolve("tiny", settings_of(name, **overrides))
+    geometry = SYSTEM.geometry("tiny", settings_of(name, **overrides))
     setup = ReplaySetup.make(SYSTEM, geometry, (4,), 0, f"sglang:{name}", None, backend())
     findings = verify_rounds(setup, [setup.table(rounds)], Counts(), folder=None)
     return {finding.field or "": finding for finding in findings}
@@ -60,7 +59,7 @@ def test_every_subject_says_what_it_covers(name: str) -> None:
     subject = sglang.SUBJECTS[name]
     factory = load_attribute(subject.reference)
     assert factory().name.startswith("sglang:dcp")
-    layout = SYSTEM.layout(Geometry.resolve("tiny", settings_of(name)), 4)
+    layout = SYSTEM.layout(SYSTEM.geometry("tiny", settings_of(name)), 4)
     missing = factory.not_covered(layout, DEVICE)
     covered = [field.name for field in layout if field.name not in missing]
     assert covered
@@ -94,8 +93,8 @@ def test_the_matrix_does_not_turn_over_what_a_subject_asks_for() -> None:
 
 def test_what_the_functions_do_not_take_is_refused() -> None:
     with pytest.raises(UsageError, match="dcp_block: 4 is not 1"):
-        adapter.Dcp().allocate(Geometry.resolve("tiny", {"dcp_block": 4}), None, None)  # type: ignore[arg-type]
-    narrow = Geometry.resolve("tiny", {"table_width": 7})
+        adapter.Dcp().allocate(SYSTEM.geometry("tiny", {"dcp_block": 4}), None, None)  # type: ignore[arg-type]
+    narrow = SYSTEM.geometry("tiny", {"table_width": 7})
     for subject in (adapter.Dcp(), adapter.Columns(), adapter.FarColumns()):
         with pytest.raises(UsageError, match=r"table_width: 7 columns are fewer than the .* tokens of a request"):
             subject.allocate(narrow, None, None)  # type: ignore[arg-type]
@@ -254,7 +253,7 @@ def test_strided_sources_are_found(double: Double) -> None:
 
 @pytest.mark.slow
 def test_a_finding_shrinks_to_a_round(double: Double) -> None:
-    geometry = Geometry.resolve("tiny", settings_of("dcp_npu"))
+    geometry = SYSTEM.geometry("tiny", settings_of("dcp_npu"))
     setup = ReplaySetup.make(SYSTEM, geometry, (4,), 0, "sglang:dcp_npu", None, backend())
     rounds = [*ROUNDS * 3, Round(bucket=4, seq_lens=(30, 2), requests=(7, 8), seed=3)]
     finding = verify_rounds(setup, [setup.table(rounds)], Counts(), folder=None)[0]

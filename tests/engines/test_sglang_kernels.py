@@ -14,7 +14,6 @@ import torch
 from support import DEVICE, backend
 
 from dsa_verify.base.errors import UsageError
-from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.system import OWN_TABLES
 from dsa_verify.contract.topk_plan import PLAN_RULES
 from dsa_verify.rounds.matrix import diagnostic_matrix
@@ -46,7 +45,7 @@ def replay(name: str, preset: str, *, rounds: int | None = None, batches: Any = 
     system = SYSTEMS[SUBJECTS[name].system]
     configs = diagnostic_matrix(
         system,
-        Geometry.resolve(preset, settings),
+        system.geometry(preset, settings),
         rounds=rounds,
         batches=batches,
         drafts=[3] if system.drafts and batches else None,

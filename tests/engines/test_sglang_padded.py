@@ -11,7 +11,8 @@ from support import DEVICE, backend
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.finding import Diagnosis, Finding
-from dsa_verify.contract.geometry import PADDED_MODES, Geometry
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.padded import PADDED_MODES
 from dsa_verify.contract.round import Round
 from dsa_verify.contract.subject import load_attribute
 from dsa_verify.contract.system import OWN_TABLES
@@ -91,16 +92,16 @@ def test_other_geometries_are_refused(subject: type, overrides: dict[str, object
     """Before anything of SGLang is imported."""
     preset = str(overrides.pop("preset", "small_v4"))
     with pytest.raises(UsageError, match=why):
-        subject().allocate(Geometry.resolve(preset, overrides), None, None)
+        subject().allocate(SYSTEMS["padded"].geometry(preset, overrides), None, None)
 
 
 def test_pages_of_one_token_are_refused() -> None:
     with pytest.raises(UsageError, match="page_size: 1 has no page table of its own"):
-        RaggedVerify().allocate(Geometry.resolve("tiny", {"page_size": 1}), None, None)  # type: ignore[arg-type]
+        RaggedVerify().allocate(SYSTEMS["ragged_verify"].geometry("tiny", {"page_size": 1}), None, None)  # type: ignore[arg-type]
 
 
 def test_what_ragged_verify_covers() -> None:
-    layout = SYSTEMS["ragged_verify"].layout(Geometry.resolve("tiny", {"draft_tokens": 3}), 4)
+    layout = SYSTEMS["ragged_verify"].layout(SYSTEMS["ragged_verify"].geometry("tiny", {"draft_tokens": 3}), 4)
     missing = RaggedVerify.not_covered(layout, DEVICE)
     assert set(missing) == {
         "cu_seqlens_q",
@@ -161,7 +162,9 @@ def test_draft_extend_is_right_but_for_lengths_below_0(name: str) -> None:
 
 @needs_sglang
 def test_ragged_verify_is_right() -> None:
-    geometry = Geometry.resolve("tiny", {"context": 37, "request_rows": 9, "draft_tokens": 3, "graph_tokens": 9})
+    geometry = SYSTEMS["ragged_verify"].geometry(
+        "tiny", {"context": 37, "request_rows": 9, "draft_tokens": 3, "graph_tokens": 9}
+    )
     rounds = [
         Round(bucket=4, seq_lens=(9, 37, 17), requests=(3, 4, 5), verify_lens=(3, 1, 2)),
         Round(bucket=4, seq_lens=(1, 4, 8, 3), requests=(3, 3, 5, 6), verify_lens=(2, 2, 1, 3), poison="plausible"),

@@ -302,11 +302,10 @@ def test_nothing_covered_is_nothing_verified() -> None:
 
 def replay(name: str, preset: str, rounds: int, **settings: Any) -> RunResult:
     """The first `rounds` scripted rounds of one configuration, none of them in the interpreter."""
-    from dsa_verify.contract.geometry import Geometry
     from dsa_verify.rounds.matrix import diagnostic_matrix
 
     system = SYSTEMS[SUBJECTS[name].system]
-    geometry = Geometry.resolve(preset, settings)
+    geometry = system.geometry(preset, settings)
     drafts = [3] if system.drafts else None
     configs = diagnostic_matrix(
         system,

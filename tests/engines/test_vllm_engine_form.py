@@ -108,11 +108,13 @@ def shown(
     layout: Layout, form: EngineForm, name: str, got: torch.Tensor, want: torch.Tensor, requests: list[int]
 ) -> object:
     """What the judge is shown of `got` where batch row b, of two token rows, is that of `requests[b]`."""
-    inputs = Inputs(
-        seq_lens=int32(*(4 for _ in requests)),
-        req_pool_indices=int32(*requests).long(),
-        req_to_token=int32([0]),
-        extend_lens=int32(*(5 if each == 3 else 2 for each in requests)),
+    inputs = Inputs.of(
+        {
+            "seq_lens": int32(*(4 for _ in requests)),
+            "req_pool_indices": int32(*requests).long(),
+            "req_to_token": int32([0]),
+            "extend_lens": int32(*(5 if each == 3 else 2 for each in requests)),
+        }
     )
     owners = int32(*(row for row in range(len(requests)) for _ in range(2)))
     lengths = int32(*(0 for _ in requests))

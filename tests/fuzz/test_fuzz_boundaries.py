@@ -34,7 +34,7 @@ def oracle_totals(bench: Bench, round_: Round) -> dict[tuple[Kind, int], int]:
 
 
 def ragged_rounds(architecture: int) -> Iterator[tuple[Geometry, tuple[int, ...], list[Round]]]:
-    geometry = Geometry.resolve("tiny", {**RULES, "architecture": architecture})
+    geometry = SYSTEMS["ragged_verify"].geometry("tiny", {**RULES, "architecture": architecture})
     for config in diagnostic_matrix(SYSTEMS["ragged_verify"], geometry, batches=[1, 4], drafts=[2, 6]):
         yield config.geometry, config.buckets, [r for table in config.chunks() for r in table.rounds()]
     few = geometry.replace(draft_tokens=3, graph_tokens=7)
@@ -55,7 +55,7 @@ def test_totals_of_ragged_rounds_are_those_of_the_oracle(architecture: int) -> N
 
 
 def test_a_ragged_round_made_for_a_total_has_it_and_coverage_counts_it() -> None:
-    geometry = Geometry.resolve("tiny", {**RULES, "draft_tokens": 3, "graph_tokens": 8})
+    geometry = SYSTEMS["ragged_verify"].geometry("tiny", {**RULES, "draft_tokens": 3, "graph_tokens": 8})
     buckets = (6, 3)
     simulator, coverage = (
         EngineSimulator(SYSTEMS["ragged_verify"], geometry, buckets, 3),
@@ -81,7 +81,7 @@ def test_a_ragged_round_made_for_a_total_has_it_and_coverage_counts_it() -> None
 
 @pytest.mark.parametrize("system", ["decode", "target_verify", "draft_extend", "mtp", "ragged_verify"])
 def test_a_plan_is_where_the_layout_has_one(system: str) -> None:
-    geometry = Geometry.resolve("tiny", {"indexer": True, "request_rows": 600})
+    geometry = SYSTEMS[system].geometry("tiny", {"indexer": True, "request_rows": 600})
     for config in diagnostic_matrix(SYSTEMS[system], geometry):
         for bucket in config.buckets:
             layout = SYSTEMS[system].layout(config.geometry, bucket)

@@ -144,10 +144,10 @@ def test_a_fault_is_planted_in_the_configurations_that_have_what_it_spoils(
     """Draft steps that are copied three at once, a third rank: not all that are drawn have them."""
     known = SYSTEMS[system]
     options = options_of(tmp_path, fault=fault, preset=preset, subject=None, batches=(), settings=())
-    drawn = command._configs(known, 60, dataclasses.replace(options, fault=None), backend())
-    found = command._configs(known, 60, options, backend())
+    drawn = command._configs(known, [system], 60, dataclasses.replace(options, fault=None), backend())
+    found = command._configs(known, [system], 60, options, backend())
     assert sum(config.rounds for config in found) == 60
-    assert sum(config.rounds for config in command._configs(known, 1, options, backend())) == 1
+    assert sum(config.rounds for config in command._configs(known, [system], 1, options, backend())) == 1
     assert [config.geometry for config in found] == [
         config.geometry
         for config in drawn
@@ -156,7 +156,7 @@ def test_a_fault_is_planted_in_the_configurations_that_have_what_it_spoils(
     assert 0 < len(found) < len(drawn)
     without = ("dcp_size=1",) if system == "dcp" else ("draft_steps=2",)
     with pytest.raises(UsageError, match="fault"):
-        command._configs(known, 60, dataclasses.replace(options, settings=without), backend())
+        command._configs(known, [system], 60, dataclasses.replace(options, settings=without), backend())
 
 
 class WrongInTheEnd(EagerDecode):
@@ -200,9 +200,9 @@ def test_what_has_no_effect_is_refused(tmp_path: Path) -> None:
 def test_bulk_rounds_are_those_of_their_specs(system: str) -> None:
     """Any of them can be rebuilt from (seed, number)."""
     known = SYSTEMS[system]
-    geometry = small(draft_tokens=3 if known.drafts else 1)
+    geometry = small(system, draft_tokens=3 if known.drafts else 1)
     if known.preset("cpu") != "tiny":
-        geometry = type(geometry).resolve(known.preset("cpu"), {"request_rows": 9, "draft_tokens": 3})
+        geometry = known.geometry(known.preset("cpu"), {"request_rows": 9, "draft_tokens": 3})
     setup = ReplaySetup.make(known, geometry, (4, 2), 0, None, None, backend())
     coverage = Coverage(SYSTEMS[system], geometry, setup.buckets)
     tables = list(resident_chunks(setup, 7, 100, 50, 32, coverage))

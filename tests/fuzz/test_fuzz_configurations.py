@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from dsa_verify.base.errors import UsageError
-from dsa_verify.contract.geometry import INDEX_DTYPES, INPUT_VIEWS, LOG_BASES, PADDED_MODES, TABLE_VIEWS, parse_settings
+from dsa_verify.contract.dcp import LOG_BASES
+from dsa_verify.contract.geometry import INDEX_DTYPES, INPUT_VIEWS, TABLE_VIEWS, parse_settings
+from dsa_verify.contract.padded import PADDED_MODES
 from dsa_verify.rounds.matrix import Config, diagnostic_matrix
 from dsa_verify.systems.catalogue import SYSTEMS, resolve_geometry
-from dsa_verify.systems.dcp import SIZES as DCP_SIZES
+from dsa_verify.systems.dcp import RANKS
 from dsa_verify.systems.mtp import STEPS as DRAFT_STEPS
 from fuzz.configurations import (
     ARCHITECTURES,
@@ -91,7 +93,7 @@ DIMENSIONS: dict[str, dict[str, set[Any]]] = {
     "mtp": INDEXED | {"draft_steps": set(DRAFT_STEPS)},
     "padded": OF_DRAFTS | {"padded_mode": set(PADDED_MODES), "low_ratios": {False, True}},
     "ragged_verify": OF_DRAFTS | {"indexer": {False, True}},
-    "dcp": {"dcp_size": set(DCP_SIZES), "log_base": set(LOG_BASES)},
+    "dcp": {"dcp_size": set(RANKS), "log_base": set(LOG_BASES)},
 }
 
 

@@ -116,7 +116,7 @@ def test_the_report_ends_with_what_was_never_visited_and_nothing_else() -> None:
 def test_every_field_that_replays_write_is_followed_and_nothing_impossible_is_asked_for(
     system: str, preset: str, overrides: dict[str, object], buckets: tuple[int, ...]
 ) -> None:
-    geometry = Geometry.resolve(preset, overrides)
+    geometry = SYSTEMS[system].geometry(preset, overrides)
     coverage = Coverage(SYSTEMS[system], geometry, buckets)
     fields = {name for quantity in coverage.quantities for name in quantity.fields}
     layouts = [SYSTEMS[system].layout(geometry, bucket) for bucket in buckets]

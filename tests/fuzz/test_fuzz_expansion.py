@@ -65,7 +65,7 @@ def test_values_of_neighbouring_counters_are_spread_evenly() -> None:
 def test_the_columns_are_equal_bit_for_bit(
     system: str, preset: str, overrides: dict[str, object], buckets: tuple[int, ...]
 ) -> None:
-    geometry = Geometry.resolve(preset, overrides)
+    geometry = SYSTEMS[system].geometry(preset, overrides)
     drawn = [spec_at(11, i, SYSTEMS[system], geometry, buckets) for i in range(200)]
     drawn.append(dataclasses.replace(drawn[0], seed=(1 << 63) + 5))  # a seed that int64 does not hold
     host, device = (expand_columns(drawn, SYSTEMS[system], geometry, where) for where in (None, DEVICE))
@@ -79,7 +79,7 @@ def test_every_spec_is_within_the_contract(
     system: str, preset: str, overrides: dict[str, object], buckets: tuple[int, ...]
 ) -> None:
     """The strict reader of cases refuses what is not; an expanded round alone equals it among others."""
-    geometry = Geometry.resolve(preset, overrides)
+    geometry = SYSTEMS[system].geometry(preset, overrides)
     drawn = [spec_at(5, i, SYSTEMS[system], geometry, buckets) for i in range(150)]
     rounds = [expand(spec, SYSTEMS[system], geometry) for spec in drawn]
     scenario = Scenario(system=system, geometry=geometry, buckets=buckets, rounds=tuple(rounds))

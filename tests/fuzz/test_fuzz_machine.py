@@ -9,7 +9,6 @@ from hypothesis import Phase, settings
 from state_machine import PROFILES, Machine, machine_of, run
 from support import SMALL, EagerDecode, setup_of
 
-from dsa_verify.contract.geometry import Geometry
 from dsa_verify.systems.catalogue import SYSTEMS
 from fuzz.engine.expansion import RoundSpec
 
@@ -39,7 +38,7 @@ def pasted(error: AssertionError) -> str:
 def test_every_system_is_fuzzed_and_all_rounds_are_executed(system: str) -> None:
     """A bounded number of examples in every test run; more of them by the profiles dev and nightly."""
     known = SYSTEMS[system]
-    geometry = Geometry.resolve(known.preset("cpu"), {**SMALL, "draft_tokens": 3 if known.drafts else 1})
+    geometry = known.geometry(known.preset("cpu"), {**SMALL, "draft_tokens": 3 if known.drafts else 1})
     machine = machine_of(setup_of(EAGER if system == "decode" else None, system=system, geometry=geometry))
     tally = run(machine, SHORT)
     assert tally.runs >= SHORT.max_examples

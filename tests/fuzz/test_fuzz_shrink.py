@@ -117,7 +117,7 @@ class HighPages(EagerDecode):
 def scripted(system: str, fault: str | None = None, *, batch: int = 4, subject: type[EagerDecode] | None = None):
     """(setup, scripted case) on a small geometry, with the eager subject where there is one."""
     needed = NEEDS.get(fault or "", {})
-    geometry = small(**needed) if subject else Geometry.resolve("tiny", needed)
+    geometry = small(**needed) if subject else SYSTEMS[system].geometry("tiny", needed)
     known = SYSTEMS[system]
     drafts = (2,) if known.drafts else None
     config = diagnostic_matrix(known, geometry, batches=(batch,), drafts=drafts, fixed=frozenset(needed))[0]
@@ -333,12 +333,11 @@ class WrongFromFloor(EagerDecode):
         pass
 
     def in_graph(self) -> None:
-        assert self.inputs.replay_floors is not None
         self.out["seq_lens_casual"].copy_(self.inputs.seq_lens + (self.inputs.replay_floors >= 5))
 
 
 def test_floors_are_made_low_and_named() -> None:
-    geometry = Geometry.resolve("tiny_v4", {"request_floors": True, "request_rows": 9})
+    geometry = SYSTEMS["padded"].geometry("tiny_v4", {"request_floors": True, "request_rows": 9})
     lens = {"seq_lens": (9, 30, 4), "requests": (4, 2, 4), "replay_floors": (3, 25, 3)}
     rounds = (Round(bucket=4, **lens), Round(bucket=4, **(lens | {"replay_floors": (17, 9, 17)})))
     case = Scenario(system="padded", geometry=geometry, buckets=(4,), rounds=rounds)

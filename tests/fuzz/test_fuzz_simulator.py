@@ -36,7 +36,7 @@ def checked(simulator: EngineSimulator, count: int) -> list[Round]:
 def test_rounds_are_within_the_contract_and_requests_stay_whole(
     system: str, preset: str, overrides: dict[str, object], buckets: tuple[int, ...], outside: bool
 ) -> None:
-    geometry = Geometry.resolve(preset, overrides)
+    geometry = SYSTEMS[system].geometry(preset, overrides)
     rounds = checked(EngineSimulator(SYSTEMS[system], geometry, buckets, 1, outside=outside), 150)
     scenario = Scenario(system=system, geometry=geometry, buckets=buckets, rounds=tuple(rounds))
     assert parse_case(scenario.to_json()).rounds == scenario.rounds
@@ -163,7 +163,7 @@ def test_requests_share_first_pages_and_nobody_writes_them(
     system: str, preset: str, overrides: dict[str, object], buckets: tuple[int, ...], reuse: str
 ) -> None:
     """Contract 0.1, 4.2, 8.2: of the tables themselves, whatever the simulator believes."""
-    geometry = Geometry.resolve(preset, overrides)
+    geometry = SYSTEMS[system].geometry(preset, overrides)
     simulator, tables, shared = (
         EngineSimulator(SYSTEMS[system], geometry, buckets, 4, outside=False, reuse=reuse),
         Tables(geometry),
@@ -323,7 +323,7 @@ def test_idle_and_wider_buckets() -> None:
 def test_every_boundary_is_reached_on_demand(
     system: str, preset: str, overrides: dict[str, object], buckets: tuple[int, ...]
 ) -> None:
-    geometry = Geometry.resolve(preset, overrides)
+    geometry = SYSTEMS[system].geometry(preset, overrides)
     simulator = EngineSimulator(SYSTEMS[system], geometry, buckets, 3)
     known = boundaries(SYSTEMS[system], geometry, buckets)
     assert len({boundary.name for boundary in known}) == len({boundary.mark for boundary in known}) == len(known)

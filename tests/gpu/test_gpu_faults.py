@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from dsa_verify.base.errors import STATUS_DEVICE_LOST
-from dsa_verify.contract.geometry import Geometry
 from dsa_verify.graphs import open_backend
 from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.case_file import read_case
@@ -46,7 +45,7 @@ def strikes_again() -> Iterator[None]:
 def test_a_fault_is_caught_in_cuda_graphs(system: str, name: str):
     preset = "glm53_flash" if name == "stale_draft_steps" else SYSTEMS[system].preset("cuda")
     needed = NEEDS.get(name, {})
-    geometry = Geometry.resolve(preset, needed)
+    geometry = SYSTEMS[system].geometry(preset, needed)
     config = diagnostic_matrix(SYSTEMS[system], geometry, batches=[4], drafts=[4], fixed=frozenset(needed))[0]
     backend = open_backend(torch.device("cuda", torch.cuda.current_device()), "cuda")
     subject = "glue" if name == "glues_idle" else None

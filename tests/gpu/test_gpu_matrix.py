@@ -48,7 +48,7 @@ def expect_clean(findings: list[Finding], counts: Counts, rounds: int) -> None:
 
 def run_matrix(system: str, preset: str, rounds: int, batches: list[int], drafts: list[int]) -> None:
     for config in diagnostic_matrix(
-        SYSTEMS[system], Geometry.resolve(preset), rounds=rounds, batches=batches, drafts=drafts
+        SYSTEMS[system], SYSTEMS[system].geometry(preset), rounds=rounds, batches=batches, drafts=drafts
     ):
         counts = Counts()
         setup = setup_of(system, config.geometry, config.buckets)
@@ -204,7 +204,7 @@ def test_the_compilations_of_another_form_are_counted():
 @systems
 def test_request_rows_that_are_far_apart(system: str, much_memory: None):
     """Contract 1.7: int32 request indices times a row stride that takes the last row to element 2**31."""
-    geometry = Geometry.resolve(SYSTEMS[system].preset("cuda"))
+    geometry = SYSTEMS[system].geometry(SYSTEMS[system].preset("cuda"))
     found = edges(SYSTEMS[system], geometry, seed=0, fixed=frozenset())
     (config,) = [edge.config for edge in found if edge.kind is EdgeKind.FAR]
     setup, counts = setup_of(system, config.geometry, config.buckets), Counts()
@@ -213,7 +213,7 @@ def test_request_rows_that_are_far_apart(system: str, much_memory: None):
 
 def test_pools_that_32_bits_do_not_reach(much_memory: None):
     """Contract 8.2: every token of both ranks is stored at word 2**31 or behind it."""
-    geometry = Geometry.resolve(SYSTEMS["dcp"].preset("cuda"))
+    geometry = SYSTEMS["dcp"].geometry(SYSTEMS["dcp"].preset("cuda"))
     found = edges(SYSTEMS["dcp"], geometry, seed=0, fixed=frozenset())
     (config,) = [edge.config for edge in found if edge.kind is EdgeKind.POOLS]
     setup, counts = setup_of("dcp", config.geometry, config.buckets), Counts()

@@ -24,6 +24,7 @@ from dsa_verify.overlay.ring import CaptureRing
 from dsa_verify.rounds.case_file import read_case
 from dsa_verify.subjects import faults
 from dsa_verify.subjects.pipelines.padded import Padded
+from dsa_verify.systems.catalogue import SYSTEMS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,7 +54,7 @@ def no_waiting() -> Iterator[None]:
 
 
 def geometry_of(mode: str = "verify", **changes: Any) -> Geometry:
-    return Geometry.resolve("deepseek_v4", {"padded_mode": mode, "draft_tokens": MODES[mode], **changes})
+    return SYSTEMS["padded"].geometry("deepseek_v4", {"padded_mode": mode, "draft_tokens": MODES[mode], **changes})
 
 
 def loop_of(serving: ModuleType, *, geometry: Geometry | None = None, fault: str | None = None) -> Any:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from dsa_verify.contract.finding import Finding
-from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.subject import load_attribute
 from dsa_verify.contract.system import OWN_TABLES
 from dsa_verify.graphs import open_backend
@@ -50,7 +49,7 @@ def found_by_matrix(
     **overrides: object,
 ) -> list[Finding]:
     """All findings of the configurations, every round of which was checked without compiling after the warm-up."""
-    geometry = Geometry.resolve(preset, overrides)
+    geometry = SYSTEMS[system].geometry(preset, overrides)
     device = open_backend(torch.device("cuda", torch.cuda.current_device()), "cuda")
     findings = []
     fixed = fixed | OF_THE_SUBJECT | {OWN_TABLES, OF_OTHERS}

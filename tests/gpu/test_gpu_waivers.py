@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from dsa_verify.contract.finding import Finding
-from dsa_verify.contract.geometry import Geometry
 from dsa_verify.graphs import open_backend
 from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import diagnostic_matrix
@@ -31,7 +30,7 @@ def ledger_of(**entry: Any) -> Ledger:
 def verify(
     system: str, preset: str, fault: str | None, ledger: Ledger, **settings: Any
 ) -> tuple[list[Finding], Counts]:
-    geometry = Geometry.resolve(preset, {"context": 4096, **settings})
+    geometry = SYSTEMS[system].geometry(preset, {"context": 4096, **settings})
     (config,) = diagnostic_matrix(SYSTEMS[system], geometry, batches=[48], fixed=frozenset({"context", *settings}))
     backend = open_backend(torch.device("cuda", torch.cuda.current_device()), "cuda")
     setup = ReplaySetup.make(SYSTEMS[system], config.geometry, config.buckets, 0, None, fault, backend, ledger)

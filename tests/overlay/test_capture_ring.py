@@ -154,7 +154,7 @@ def test_a_failed_check_becomes_a_case_by_itself(serving: ModuleType, tmp_path: 
 
 def failed_check(serving: ModuleType, tmp_path: Path) -> tuple[Scenario, Finding]:
     """The ring stops at the failing round, on the device: what the server does until somebody asks is not kept."""
-    geometry = Geometry.resolve("tiny_v4", {"request_rows": 30})
+    geometry = SYSTEMS["padded"].geometry("tiny_v4", {"request_rows": 30})
     loop = loop_of(serving, StalePages, geometry=geometry)
     overlay = Overlay.attach(
         system="padded", geometry=geometry, directory=tmp_path, subject="test_capture_ring:StalePages"
@@ -252,7 +252,7 @@ def test_sizes_have_limits(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"rounds: 0 is outside 1\.\.4096"):
         CaptureRing("decode", geometry, widest=1, device=DEVICE, rounds=0)
     with pytest.raises(UsageError, match="system 'dcp': its outputs hold"):
-        CaptureRing("dcp", Geometry.resolve("tiny"), widest=1, device=DEVICE)
+        CaptureRing("dcp", SYSTEMS["dcp"].geometry("tiny"), widest=1, device=DEVICE)
     ring = CaptureRing("decode", small(), widest=2, device=DEVICE)
     with pytest.raises(UsageError, match="raw_batch: 3 of bucket 2; 0 <= raw_batch <= bucket <= 2"):
         ring.record(raw_batch=3, bucket=2, inputs=None)
@@ -357,7 +357,9 @@ def test_slots_that_do_not_lie_as_their_page_says_are_counted_while_recording(
 
 def test_tokens_that_are_written_elsewhere_are_counted_while_recording(serving: ModuleType, tmp_path: Path) -> None:
     drafts = {"padded_mode": "verify", "draft_tokens": 3}
-    loop = loop_of(serving, PaddedOracle, geometry=Geometry.resolve("tiny_v4", {"request_rows": 30, **drafts}))
+    loop = loop_of(
+        serving, PaddedOracle, geometry=SYSTEMS["padded"].geometry("tiny_v4", {"request_rows": 30, **drafts})
+    )
     ring = CaptureRing("padded", loop.geometry, widest=5, device=DEVICE)
     loop.step(3, lambda raw: ring.record(raw_batch=raw, bucket=5, inputs=loop.inputs))
     assert ring.dump(tmp_path).not_representable == (), "the tokens of pad rows all lie in slot 0"

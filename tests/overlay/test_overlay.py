@@ -42,7 +42,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def verify_geometry(**changes: Any) -> Geometry:
-    return Geometry.resolve("tiny_v4", {"padded_mode": "verify", "draft_tokens": 4, "request_rows": 40, **changes})
+    return SYSTEMS["padded"].geometry(
+        "tiny_v4", {"padded_mode": "verify", "draft_tokens": 4, "request_rows": 40, **changes}
+    )
 
 
 class Hooked:

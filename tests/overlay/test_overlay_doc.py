@@ -13,9 +13,9 @@ import pytest
 import torch
 from support import backend
 
-from dsa_verify.contract.geometry import Geometry
 from dsa_verify.rounds.case_file import read_case
 from dsa_verify.subjects import faults
+from dsa_verify.systems.catalogue import get_system
 
 DOC = Path(__file__).parents[2] / "docs/overlay.md"
 ATTACH, HOOK, END, RING = re.findall(r"```python\n(.*?)```", DOC.read_text(), re.DOTALL)
@@ -35,7 +35,9 @@ def test_the_code_of_the_document_runs(
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    geometry = Geometry.resolve("deepseek_v4", {"context": 4096, "padded_mode": "verify", "draft_tokens": 4})
+    geometry = get_system("padded").geometry(
+        "deepseek_v4", {"context": 4096, "padded_mode": "verify", "draft_tokens": 4}
+    )
     loop = serving.ServingLoop(
         faults.plant("not_refreshed:page_table", serving.CorePreparation),
         system="padded",

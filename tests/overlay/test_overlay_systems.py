@@ -17,8 +17,9 @@ from dsa_verify.buffers.arena import TORCH_DTYPES, Arena
 from dsa_verify.buffers.input_buffers import InputBuffers
 from dsa_verify.buffers.region import LOUD_WORD, Control, field_regions
 from dsa_verify.buffers.region_kernels import RegionTable
-from dsa_verify.contract.geometry import PADDED_MODES, Geometry
+from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.layout import Layout
+from dsa_verify.contract.padded import PADDED_MODES
 from dsa_verify.contract.round_table import RoundTable
 from dsa_verify.contract.subject import Inputs, current_outputs
 from dsa_verify.judge.judge import Judge, live_words
@@ -53,7 +54,7 @@ every_system = pytest.mark.parametrize("system, preset, overrides", CONFIGS, ids
 
 
 def config_of(system: str, preset: str, overrides: dict[str, Any], rounds: int) -> Config:
-    geometry = Geometry.resolve(preset, overrides)
+    geometry = SYSTEMS[system].geometry(preset, overrides)
     drafts = [geometry.draft_tokens] if SYSTEMS[system].drafts else None
     fixed = frozenset(overrides) - {"draft_tokens"}
     return diagnostic_matrix(SYSTEMS[system], geometry, batches=[4], drafts=drafts, fixed=fixed, rounds=rounds)[0]
@@ -209,7 +210,7 @@ def test_a_difference_leaves_its_evidence_in_a_graph(tmp_path: Path, replays: Co
     }
     outputs = Arena([layout], DEVICE, 0).at(2)
     oracle = SYSTEMS["decode"].make_oracle()
-    oracle.allocate(geometry, Inputs(**inputs), outputs)
+    oracle.allocate(geometry, Inputs.of(inputs), outputs)
     overlay = Overlay.attach(system="decode", geometry=geometry, directory=tmp_path)
     for length in (3, 7, 9, 4):
         inputs["seq_lens"][0] = length
@@ -297,7 +298,7 @@ def test_no_garbage_can_make_the_oracle_fail(
     system: str, preset: str, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
     """On a device an index out of bounds would end the server. Here it would raise, and so could not have run."""
-    geometry = Geometry.resolve(preset, overrides)
+    geometry = SYSTEMS[system].geometry(preset, overrides)
     layout, generator = SYSTEMS[system].layout(geometry, 5), torch.Generator().manual_seed(0)
     specs = input_specs(SYSTEMS[system], geometry)
     inputs = {spec.name: torch.zeros(spec.shape(5), dtype=torch.int64, device=DEVICE) for spec in specs}

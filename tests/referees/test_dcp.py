@@ -220,11 +220,13 @@ def test_a_selection_may_have_strided_columns() -> None:
         assert (packed, count) == referee.packed(row, 1, 3, 1)
     table = torch.randint(0, 99, (4, 37), generator=generator()).int().to(DEVICE)
     positions = torch.randint(-1, 37, (3, 8), generator=generator(1)).int().to(DEVICE)
-    inputs = Inputs(
-        seq_lens=torch.zeros(3, dtype=torch.int64, device=DEVICE),
-        req_pool_indices=apart(torch.tensor([3, 1, 2], device=DEVICE), 5),
-        req_to_token=table,
-        selected_positions=apart(positions, 2, 3),
+    inputs = Inputs.of(
+        {
+            "seq_lens": torch.zeros(3, dtype=torch.int64, device=DEVICE),
+            "req_pool_indices": apart(torch.tensor([3, 1, 2], device=DEVICE), 5),
+            "req_to_token": table,
+            "selected_positions": apart(positions, 2, 3),
+        }
     )
     selected = torch.full_like(positions, 77)
     pipeline.select_slots(inputs, selected)
@@ -450,7 +452,7 @@ ROUNDS = [
 
 
 def geometry_of(**overrides: object) -> Geometry:
-    return Geometry.resolve("tiny", {**SMALL, "dcp_size": 2, **overrides})
+    return SYSTEMS["dcp"].geometry("tiny", {**SMALL, "dcp_size": 2, **overrides})
 
 
 def findings_of(subject: object, rounds: list[Round], **overrides: object) -> list[Finding]:
@@ -518,11 +520,13 @@ def test_a_row_of_the_table_begins_beyond_32_bits() -> None:
     table = room.as_strided((4, 8), (apart, 1), before)
     table.copy_(torch.arange(32, device=DEVICE).view(4, 8))
     positions = torch.tensor([[7, -1, 0], [2, 2, -1]], dtype=torch.int32, device=DEVICE)
-    inputs = Inputs(
-        seq_lens=torch.zeros(2, dtype=torch.int64, device=DEVICE),
-        req_pool_indices=torch.tensor([3, 1], dtype=torch.int32, device=DEVICE),
-        req_to_token=table,
-        selected_positions=positions,
+    inputs = Inputs.of(
+        {
+            "seq_lens": torch.zeros(2, dtype=torch.int64, device=DEVICE),
+            "req_pool_indices": torch.tensor([3, 1], dtype=torch.int32, device=DEVICE),
+            "req_to_token": table,
+            "selected_positions": positions,
+        }
     )
     selected = torch.full((2, 3), 77, dtype=torch.int32, device=DEVICE)
     pipeline.select_slots(inputs, selected)
@@ -534,7 +538,7 @@ def test_pages_that_do_not_fit_the_ranks_are_refused() -> None:
     with pytest.raises(UsageError, match="dcp_block: 8 does not divide page_size 4"):
         dcp(geometry_of(dcp_block=8), 4)
     with pytest.raises(UsageError, match="pooling is refused"):
-        check_dcp_geometry(Geometry.resolve("tiny_pool", {"dcp_size": 2}))
+        check_dcp_geometry(SYSTEMS["dcp"].geometry("tiny_pool", {"dcp_size": 2}))
 
 
 # Known wrong versions, each caught in the fields where it is wrong ---------------------------------------------------

@@ -114,9 +114,11 @@ def run_oracle(
         seq_lens=torch.from_numpy(seq_lens).to(DEVICE),
         req_pool_indices=torch.from_numpy(requests).to(DEVICE),
         req_to_token=torch.from_numpy(slots.astype(np.int32)).to(DEVICE),
-        extend_lens=torch.full((BUCKET,), geometry.draft_tokens, dtype=torch.int32, device=DEVICE) if drafts else None,
-        accept_lens=torch.from_numpy(accepts.astype(np.int32)).to(DEVICE) if drafts else None,
     )
+    if drafts:
+        extend_lens = torch.full((BUCKET,), geometry.draft_tokens, dtype=torch.int32, device=DEVICE)
+        accept_lens = torch.from_numpy(accepts.astype(np.int32)).to(DEVICE)
+        inputs = inputs.replace(extend_lens=extend_lens, accept_lens=accept_lens)
     oracle = SYSTEMS[system].make_oracle()
     oracle.allocate(geometry, inputs, buffers)
     oracle.in_graph()

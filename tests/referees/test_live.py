@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsa_verify.contract.batch import Batch
-from dsa_verify.contract.geometry import PADDED_MODES, Geometry
 from dsa_verify.contract.live import live_candidates, live_tokens, owned_rows, owners
+from dsa_verify.contract.padded import PADDED_MODES
 from dsa_verify.systems.catalogue import SYSTEMS
 
 WIDEST, N, POOL = 6, 3, 4
@@ -76,7 +76,7 @@ def test_the_rule_is_that_of_the_loops(xp, system: str, rounds) -> None:
     pooled = known.pools
     changes = {"pool_size": POOL, "indexer": True, "multiprocessors": 5, "schedule": "tiny"} if pooled else {}
     changes |= {"padded_mode": mode} if mode else {}
-    geometry = Geometry.resolve("tiny_v4" if mode else "tiny", {"draft_tokens": N if known.drafts else 1, **changes})
+    geometry = known.geometry("tiny_v4" if mode else "tiny", {"draft_tokens": N if known.drafts else 1, **changes})
     batch = Batch(
         row=column(range(WIDEST)),
         bucket=column([[bucket] for bucket, *_ in rounds]),

@@ -15,7 +15,6 @@ from dsa_verify.base.errors import UsageError
 from dsa_verify.buffers.arena import Arena
 from dsa_verify.buffers.region import LOUD_WORD
 from dsa_verify.contract.finding import Diagnosis
-from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round
 from dsa_verify.contract.subject import Buffers
 from dsa_verify.replay.setup import ReplaySetup
@@ -36,12 +35,12 @@ ROUNDS = [
 
 
 def setup_of(subject: object, **overrides: object) -> ReplaySetup:
-    geometry = Geometry.resolve("tiny_pool", overrides)
+    geometry = SYSTEMS["mtp"].geometry("tiny_pool", overrides)
     return ReplaySetup.make(MTP, geometry, (4,), 0, subject, None, backend())  # type: ignore[arg-type]
 
 
 def targets_of(count: int, preset: str = "tiny_pool", **overrides: object) -> tuple[Arena, list[Buffers]]:
-    geometry = Geometry.resolve(preset, {"draft_steps": count + 1, **overrides})
+    geometry = SYSTEMS["mtp"].geometry(preset, {"draft_steps": count + 1, **overrides})
     arena = Arena([MTP.layout(geometry, 4)], DEVICE, LOUD_WORD)
     return arena, [destination_buffers(arena.at(4), step) for step in range(count)]
 
@@ -60,7 +59,7 @@ def targets_of(count: int, preset: str = "tiny_pool", **overrides: object) -> tu
 )
 def test_every_destination_is_right(subject: str, preset: str, draft_steps: int, form: str) -> None:
     """Two buckets, 4 and 1. The interpreter is slow, so here the form of the inputs turns with the steps."""
-    geometry = Geometry.resolve(preset, {"draft_steps": draft_steps, "input_view": form})
+    geometry = SYSTEMS["mtp"].geometry(preset, {"draft_steps": draft_steps, "input_view": form})
     (config,) = diagnostic_matrix(MTP, geometry, batches=[4], rounds=3, fixed=frozenset({"input_view"}))
     setup, counts = ReplaySetup.make(MTP, config.geometry, config.buckets, 0, subject, None, backend()), Counts()
     assert verify_rounds(setup, config.chunks(), counts, folder=None) == []
@@ -158,7 +157,7 @@ def test_a_copy_refuses_what_it_cannot_do() -> None:
 
 def test_the_published_gap_is_caught_as_a_fault() -> None:
     """Schedules and plans of the first three of four destinations; the fourth is refreshed (contract 2.3)."""
-    geometry = Geometry.resolve("tiny_pool", {"draft_steps": 5})
+    geometry = SYSTEMS["mtp"].geometry("tiny_pool", {"draft_steps": 5})
     setup = ReplaySetup.make(MTP, geometry, (4,), 0, None, "stale_draft_steps", backend())
     rounds = [dataclasses.replace(round_, poison="stale") for round_ in ROUNDS]
     findings = verify_rounds(setup, [setup.table(rounds)], Counts(), folder=None)
@@ -169,7 +168,7 @@ def test_the_published_gap_is_caught_as_a_fault() -> None:
 
 
 def test_the_published_gap_needs_three_destinations() -> None:
-    geometry = Geometry.resolve("tiny_pool", {"draft_steps": 3})
+    geometry = SYSTEMS["mtp"].geometry("tiny_pool", {"draft_steps": 3})
     with pytest.raises(UsageError, match="and draft_steps of 4 or more"):
         ReplaySetup.make(MTP, geometry, (4,), 0, None, "stale_draft_steps", backend())
 

@@ -55,11 +55,13 @@ class Bench:
         self.slots = slots_of(geometry)
         self.memory: list[torch.Tensor] = []
         dtype = DTYPES[geometry.index_dtype]
-        self.inputs = Inputs(
-            seq_lens=self._input((bucket,), dtype),
-            req_pool_indices=self._input((bucket,), dtype),
-            req_to_token=self._input(self.slots.shape, torch.int32),
-            extend_lens=self._input((bucket,), torch.int32) if system == "draft_extend" else None,
+        self.inputs = Inputs.of(
+            {
+                "seq_lens": self._input((bucket,), dtype),
+                "req_pool_indices": self._input((bucket,), dtype),
+                "req_to_token": self._input(self.slots.shape, torch.int32),
+                **({"extend_lens": self._input((bucket,), torch.int32)} if system == "draft_extend" else {}),
+            }
         )
         self.inputs.req_to_token.copy_(torch.from_numpy(self.slots))
         self.oracle: Subject = oracle()
@@ -74,7 +76,7 @@ class Bench:
         """Writes the inputs in place and poisons the outputs, as before a replay."""
         self.inputs.seq_lens.copy_(torch.tensor(batch.seq_lens))
         self.inputs.req_pool_indices.copy_(torch.tensor(batch.requests))
-        if self.inputs.extend_lens is not None:
+        if "extend_lens" in self.inputs.own:
             self.inputs.extend_lens.copy_(torch.tensor(batch.extend_lens))
         for field in self.layout:
             if field.lifetime is Lifetime.REPLAY:

@@ -15,7 +15,8 @@ from support import DEVICE
 from dsa_verify.base.errors import UsageError
 from dsa_verify.buffers.arena import GUARD_WORD, TORCH_DTYPES, Arena
 from dsa_verify.buffers.region import LOUD_WORD
-from dsa_verify.contract.geometry import PADDED_MODES, Geometry
+from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.padded import PADDED_MODES
 from dsa_verify.contract.round import one_floor_each
 from dsa_verify.contract.subject import Buffers, Inputs, Subject
 from dsa_verify.graphs import open_backend
@@ -38,7 +39,7 @@ REAL_BOUNDARIES = (0, 1, 2, 63, 64, 65, 127, 128, 129, 255, 256, 257, 383, 384, 
 
 def tiny(mode: str, draft_tokens: int, **overrides: object) -> Geometry:
     base = {"padded_mode": mode, "draft_tokens": draft_tokens}
-    return Geometry.resolve("tiny_v4", {**base, **overrides})
+    return SYSTEMS["padded"].geometry("tiny_v4", {**base, **overrides})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +61,15 @@ class Bench:
         self.full_to_swa = rng.integers(-1, geometry.slots // 2, geometry.slots + 1, dtype=np.int32)
         self.full_to_swa[0], self.full_to_swa[-1] = PAD_SLOT_IN_WINDOW, -1
         dtype = TORCH_DTYPES[geometry.index_dtype]
-        self.inputs = Inputs(
-            seq_lens=input_of(geometry, (bucket,), dtype)[0],
-            req_pool_indices=input_of(geometry, (bucket,), dtype)[0],
-            req_to_token=torch.from_numpy(self.slots.astype(np.int32)).to(DEVICE),
-            out_cache_loc=input_of(geometry, (bucket * self.per_request,), torch.int64)[0],
-            full_to_swa=torch.from_numpy(self.full_to_swa).to(DEVICE),
-            replay_floors=input_of(geometry, (bucket,), torch.int32)[0] if geometry.request_floors else None,
+        self.inputs = Inputs.of(
+            {
+                "seq_lens": input_of(geometry, (bucket,), dtype)[0],
+                "req_pool_indices": input_of(geometry, (bucket,), dtype)[0],
+                "req_to_token": torch.from_numpy(self.slots.astype(np.int32)).to(DEVICE),
+                "out_cache_loc": input_of(geometry, (bucket * self.per_request,), torch.int64)[0],
+                "full_to_swa": torch.from_numpy(self.full_to_swa).to(DEVICE),
+                **({"replay_floors": input_of(geometry, (bucket,), torch.int32)[0]} if geometry.request_floors else {}),
+            }
         )
         self.arena = Arena([padded(geometry, bucket)], DEVICE, LOUD_WORD)
         self.buffers = self.arena.at(bucket)
@@ -85,7 +88,7 @@ class Bench:
             ("out_cache_loc", self.locations),
             ("replay_floors", self._floors()),
         ):
-            tensor = getattr(self.inputs, name)
+            tensor = self.inputs.tensors().get(name)
             if tensor is not None:
                 tensor.copy_(torch.tensor(values, dtype=tensor.dtype))
         if poison:
@@ -163,7 +166,7 @@ def test_oracle_agrees_with_the_referee(mode: str, n: int, overrides: dict[str, 
 
 @pytest.mark.parametrize("mode, n", MODES)
 def test_oracle_agrees_at_the_real_sizes(mode: str, n: int) -> None:
-    geometry = Geometry.resolve(
+    geometry = SYSTEMS["padded"].geometry(
         "deepseek_v4",
         {"padded_mode": mode, "draft_tokens": n, "context": 1024, "request_rows": 20, "low_ratios": n != 4},
     )
@@ -196,7 +199,7 @@ def test_pipeline_agrees_with_the_oracle(mode: str, n: int) -> None:
 def test_pipeline_at_the_real_sizes(mode: str, n: int) -> None:
     """Several blocks of columns, and more rows than one interpreted program takes."""
     overrides = {"padded_mode": mode, "draft_tokens": n, "context": 70_000, "request_rows": 4}
-    geometry = Geometry.resolve("deepseek_v4", overrides)
+    geometry = SYSTEMS["padded"].geometry("deepseek_v4", overrides)
     subject, oracle = Bench(Padded(), geometry, 3), Bench(PaddedOracle(), geometry, 3)
     for batch in (Batch((70_000, 129), (3, 2)), Batch((256 * 64 - 1,), (1,))):
         assert_same(subject.replay(batch), oracle.replay(batch))
@@ -331,17 +334,15 @@ class OneFloor(Padded):
     """The floors that requests had at capture, when all were pad requests."""
 
     def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
-        assert inputs.replay_floors is not None
-        super().allocate(geometry, dataclasses.replace(inputs, replay_floors=inputs.replay_floors.clone()), buffers)
+        super().allocate(geometry, inputs.replace(replay_floors=inputs.replay_floors.clone()), buffers)
 
 
 class FloorOfTheFirst(Padded):
     """That of the first request for all."""
 
     def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
-        assert inputs.replay_floors is not None
         of_all = inputs.replay_floors[:1].expand(buffers.layout.bucket)
-        super().allocate(geometry, dataclasses.replace(inputs, replay_floors=of_all), buffers)
+        super().allocate(geometry, inputs.replace(replay_floors=of_all), buffers)
 
 
 @pytest.mark.parametrize("subject", [OneFloor, FloorOfTheFirst, Padded])

@@ -85,7 +85,7 @@ def assert_as_the_referee(bench: Bench, round_: Round) -> None:
     ids=str,
 )
 def test_oracle_agrees_with_the_referee(overrides: dict[str, object]) -> None:
-    geometry = small(**{"draft_tokens": 4, **overrides})
+    geometry = small("ragged_verify", **{"draft_tokens": 4, **overrides})
     bench = Bench(RaggedVerifyOracle(), geometry, 5)
     for round_ in rounds_of(geometry, 5, random=20):
         assert_as_the_referee(bench, round_)
@@ -93,7 +93,7 @@ def test_oracle_agrees_with_the_referee(overrides: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("bucket", [32, 192])
 def test_oracle_in_both_graphs_of_192_tokens(bucket: int) -> None:
-    geometry = small(draft_tokens=K02_WIDTH, graph_tokens=192, context=20)
+    geometry = small("ragged_verify", draft_tokens=K02_WIDTH, graph_tokens=192, context=20)
     rng, bench = np.random.default_rng(0), Bench(RaggedVerifyOracle(), geometry, bucket)
     for lens in ([6] * 32, [1] * 32, [6, 1, 3] * 10, []):
         assert_as_the_referee(bench, round_of(geometry, bucket, rng, lens))
@@ -112,7 +112,7 @@ def test_oracle_in_both_graphs_of_192_tokens(bucket: int) -> None:
     ids=str,
 )
 def test_pipeline_agrees_with_the_oracle(overrides: dict[str, object]) -> None:
-    geometry = small(**overrides)
+    geometry = small("ragged_verify", **overrides)
     setup, counts, rounds = setup_of(geometry, (4,)), Counts(), rounds_of(geometry, 4, random=2)
     assert verify_rounds(setup, [setup.table(rounds)], counts, folder=None) == []
     assert counts.rounds_checked == len(rounds)
@@ -120,7 +120,7 @@ def test_pipeline_agrees_with_the_oracle(overrides: dict[str, object]) -> None:
 
 def test_pipeline_walks_a_batch_of_several_blocks() -> None:
     """Live requests and pads on both sides of each block's end; then a last request that owns the most rows."""
-    geometry, rng = small(draft_tokens=2, graph_tokens=160, context=20), np.random.default_rng(0)
+    geometry, rng = small("ragged_verify", draft_tokens=2, graph_tokens=160, context=20), np.random.default_rng(0)
     rounds = [round_of(geometry, 150, rng, lens) for lens in ([1, 2] * 35, [1] * 140, [1] * 149)]
     setup = setup_of(geometry, (150,))
     assert verify_rounds(setup, [setup.table(rounds)], Counts(), folder=None) == []
@@ -129,7 +129,7 @@ def test_pipeline_walks_a_batch_of_several_blocks() -> None:
 @pytest.mark.parametrize("subject", [RaggedVerify, RaggedVerifyOracle])
 def test_lengths_that_do_not_fit_write_nothing_wild(subject: Callable[[], Subject]) -> None:
     """Nobody checks them on the device, and a tail that was not reset brings them: the guards must still stand."""
-    geometry, rng = small(draft_tokens=3, graph_tokens=6), np.random.default_rng(0)
+    geometry, rng = small("ragged_verify", draft_tokens=3, graph_tokens=6), np.random.default_rng(0)
     bench = Bench(subject(), geometry, 5)
     for lens in ([3] * 5, [1, 3, 3, 3], [700, 1]):
         bench.replay(round_of(geometry, 5, rng, lens))
@@ -149,7 +149,7 @@ class KeyedByTokens(RaggedVerify):
 
 def test_a_graph_keyed_by_tokens_only_is_caught() -> None:
     """K02 scaled down: 8 tokens as 8 slots of 1 and as 4 slots of 2. Right only where a round is as the capture."""
-    geometry, rng = small(draft_tokens=2, graph_tokens=8), np.random.default_rng(0)
+    geometry, rng = small("ragged_verify", draft_tokens=2, graph_tokens=8), np.random.default_rng(0)
     as_captured = [round_of(geometry, 4, rng, [2] * 4), round_of(geometry, 8, rng, [1] * 8)]
     setup = setup_of(geometry, (8, 4), KeyedByTokens)
     assert confirm(setup, as_captured) == []
@@ -159,14 +159,14 @@ def test_a_graph_keyed_by_tokens_only_is_caught() -> None:
 
 
 def test_stale_start_locations_are_caught() -> None:
-    geometry, rng = small(draft_tokens=3), np.random.default_rng(0)
+    geometry, rng = small("ragged_verify", draft_tokens=3), np.random.default_rng(0)
     rounds = [round_of(geometry, 3, rng, lens, poison="stale") for lens in ([1, 2, 3], [3, 1, 1])]
     (finding,) = confirm(setup_of(geometry, (3,), fault="not_refreshed:extend_start_loc"), rounds)
     assert (finding.field, finding.diagnosis) == ("extend_start_loc", Diagnosis.STALE)
 
 
 def test_a_tail_of_verify_lens_that_is_not_reset_is_caught() -> None:
-    geometry, rng = small(draft_tokens=3), np.random.default_rng(0)
+    geometry, rng = small("ragged_verify", draft_tokens=3), np.random.default_rng(0)
     rounds = [round_of(geometry, 3, rng, lens) for lens in ([1, 2, 3], [3])]
     finding = confirm(setup_of(geometry, (3,), fault="tail_not_reset:verify_lens"), rounds)[0]
     assert (finding.field, finding.diagnosis) == ("verify_lens", Diagnosis.TAIL_NOT_RESET)
@@ -264,4 +264,4 @@ def test_the_capacity_of_each_slot_counts() -> None:
 )
 def test_a_geometry_without_meaning_is_refused(overrides: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        ragged_verify(small(draft_tokens=2, **overrides), 4)
+        ragged_verify(small("ragged_verify", draft_tokens=2, **overrides), 4)

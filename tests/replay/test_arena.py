@@ -55,7 +55,7 @@ def check_guards(arena: Arena) -> None:
 
 @given(st.sampled_from(BASIC), buckets_of, st.sampled_from([1, 4]), st.integers(1, 3))
 def test_buffers_are_guarded_aligned_and_filled(system: str, buckets: list[int], page_size: int, n: int):
-    geometry = small(page_size=page_size, draft_tokens=n if SYSTEMS[system].drafts else 1)
+    geometry = small(system, page_size=page_size, draft_tokens=n if SYSTEMS[system].drafts else 1)
     arena = make_arena(system, geometry, buckets)
     check_guards(arena)
     for tensor in owned(arena).values():
@@ -81,7 +81,7 @@ def test_guards_name_their_neighbours():
 
 @given(st.sampled_from(BASIC), buckets_of, st.sampled_from([1, 4]))
 def test_tensors_have_the_form_of_their_fields(system: str, buckets: list[int], page_size: int):
-    geometry = small(page_size=page_size, draft_tokens=2 if SYSTEMS[system].drafts else 1)
+    geometry = small(system, page_size=page_size, draft_tokens=2 if SYSTEMS[system].drafts else 1)
     arena = make_arena(system, geometry, buckets)
     for bucket, layout in arena.layouts.items():
         tensors = arena.at(bucket)
@@ -106,7 +106,7 @@ def test_an_alias_of_the_same_shape_is_the_very_object():
 
 @given(st.sampled_from(BASIC), buckets_of)
 def test_shared_buffers_are_prefixes_and_private_ones_are_apart(system: str, buckets: list[int]):
-    arena = make_arena(system, small(), buckets)
+    arena = make_arena(system, small(system), buckets)
     for field in arena.layouts[buckets[0]]:
         if field.alias is not None:
             continue
@@ -116,7 +116,7 @@ def test_shared_buffers_are_prefixes_and_private_ones_are_apart(system: str, buc
 
 @given(st.sampled_from(BASIC), buckets_of)
 def test_beyond_is_what_a_bucket_does_not_own(system: str, buckets: list[int]):
-    arena = make_arena(system, small(), buckets)
+    arena = make_arena(system, small(system), buckets)
     widest = arena.at(max(buckets))
     assert arena.wider_bucket_rows(max(buckets)) == {}
     for bucket in buckets:

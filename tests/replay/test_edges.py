@@ -54,7 +54,7 @@ def run_of(config: Config, subject: Any = None) -> RunResult:
 
 
 def gap_edge(system: str) -> Config:
-    found = edges(get_system(system), small(), seed=0, fixed=frozenset())
+    found = edges(get_system(system), small(system), seed=0, fixed=frozenset())
     (config,) = [edge.config for edge in found if edge.kind is EdgeKind.GAP]
     return config
 
@@ -108,7 +108,7 @@ def test_a_pipeline_that_takes_rows_for_adjacent_is_found() -> None:
 def edges_of(name: str) -> list[Edge]:
     """Of a system with the geometry that it has on a GPU."""
     system = get_system(name)
-    return edges(system, Geometry.resolve(system.preset("cuda")), seed=0, fixed=frozenset())
+    return edges(system, system.geometry(system.preset("cuda")), seed=0, fixed=frozenset())
 
 
 UNLIKE = ("draft_extend", "padded", "dcp")
@@ -144,7 +144,7 @@ def test_the_widest_tables_are_live_beyond_element_2_31(system: str) -> None:
             assert (len(round_.seq_lens), round_.seq_lens[-1]) == (config.buckets[0], 1 << 20)
         owned = sum(field.elements for field in table if field.name.endswith("page_table_1"))
         assert edge.device_bytes >= 2 * 2 * owned * 4
-    assert [edge.config.geometry.draft_steps for edge in wide] == ([2, 4] if system == "mtp" else [4])
+    assert [edge.config.geometry.own.get("draft_steps") for edge in wide] == ([2, 4] if system == "mtp" else [None])
 
 
 @pytest.fixture
@@ -206,12 +206,12 @@ def test_what_is_written_before_a_far_request_table_is_seen(short_integers: int)
 
 
 def test_far_request_rows_take_as_much_memory_whatever_is_copied() -> None:
-    of_mtp = edges(get_system("mtp"), Geometry.resolve("deepseek_v32"), seed=0, fixed=frozenset())
+    of_mtp = edges(get_system("mtp"), get_system("mtp").geometry("deepseek_v32"), seed=0, fixed=frozenset())
     assert [edge.device_bytes for edge in of_mtp if edge.kind is FAR] == [40 << 30]
 
 
 def pools_edge(preset: str = "deepseek_v32", fixed: frozenset[str] = frozenset()) -> Edge:
-    found = edges(get_system("dcp"), Geometry.resolve(preset), seed=0, fixed=fixed)
+    found = edges(get_system("dcp"), get_system("dcp").geometry(preset), seed=0, fixed=fixed)
     (edge,) = (edge for edge in found if edge.kind is EdgeKind.POOLS)
     return edge
 
@@ -242,7 +242,8 @@ def test_large_pools_are_offered_where_there_is_memory_for_them(monkeypatch: pyt
         assert why_not_here(edge, torch.device("cuda", 0)) == why
     for field in ("first_page", "dcp_size", "context"):
         kinds = {
-            edge.kind for edge in edges(get_system("dcp"), Geometry.resolve("tiny"), seed=0, fixed=frozenset({field}))
+            edge.kind
+            for edge in edges(get_system("dcp"), get_system("dcp").geometry("tiny"), seed=0, fixed=frozenset({field}))
         }
         assert EdgeKind.POOLS not in kinds
 
@@ -294,7 +295,7 @@ def test_what_a_run_settles_itself_is_not_overridden() -> None:
 
 
 def empty_edge(system: str) -> Edge:
-    geometry = small(indexer=True, topk=64)
+    geometry = small(system, indexer=True, topk=64)
     *others, last = edges(get_system(system), geometry, seed=0, fixed=frozenset())
     assert EdgeKind.EMPTY not in {edge.kind for edge in others}
     return last
@@ -383,7 +384,7 @@ def test_the_widest_table_of_padded_begins_its_last_request_beyond_element_2_31(
 def test_ranks_share_the_largest_batch() -> None:
     ranks = {edge.kind: edge.config.geometry.dcp_size for edge in edges_of("dcp")}
     assert ranks == {EdgeKind.BATCH: 4, EdgeKind.LONG: 8, EdgeKind.FAR: 2, EdgeKind.POOLS: 2}
-    fixed = Geometry.resolve("deepseek_v32", {"dcp_size": 3})
+    fixed = get_system("dcp").geometry("deepseek_v32", {"dcp_size": 3})
     found = edges(get_system("dcp"), fixed, seed=0, fixed=frozenset({"dcp_size"}))
     assert {edge.config.geometry.dcp_size for edge in found} == {3}
 

@@ -7,8 +7,8 @@ from support import backend
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.finding import Diagnosis
-from dsa_verify.contract.geometry import PADDED_MODES, Geometry
 from dsa_verify.contract.glue_route import Route
+from dsa_verify.contract.padded import PADDED_MODES
 from dsa_verify.contract.round import Round
 from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.run.verify import Counts, verify_rounds
@@ -25,7 +25,7 @@ ROUNDS = [
 
 
 def setup_of(mode: str, subject: object = "glue", fault: str | None = None) -> ReplaySetup:
-    geometry = Geometry.resolve("tiny_v4", {"padded_mode": mode, "draft_tokens": 3, "request_rows": 9})
+    geometry = SYSTEMS["padded"].geometry("tiny_v4", {"padded_mode": mode, "draft_tokens": 3, "request_rows": 9})
     return ReplaySetup.make(PADDED, geometry, (3,), 0, subject, fault, backend())  # type: ignore[arg-type]
 
 

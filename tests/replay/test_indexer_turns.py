@@ -134,7 +134,7 @@ class FirstColumnOnly(TargetVerify):
     ],
 )
 def test_what_only_the_indexer_shows_is_found(name: str, subject: SubjectFactory, field: str):
-    config = with_indexer(diagnostic_matrix(SYSTEMS[name], Geometry.resolve("tiny")))[0]
+    config = with_indexer(diagnostic_matrix(SYSTEMS[name], SYSTEMS[name].geometry("tiny")))[0]
     assert field in {finding.field for finding in verify(config, subject)}
 
 
@@ -154,7 +154,7 @@ OURS = [
 
 @pytest.mark.parametrize("name, subject", OURS)
 def test_our_other_pipelines_are_right_on_architecture_100(name: str, subject: str):
-    geometry = Geometry.resolve("tiny_indexer", {"architecture": 100, "schedule": "tiny_runs"})
+    geometry = SYSTEMS[name].geometry("tiny_indexer", {"architecture": 100, "schedule": "tiny_runs"})
     drafts = [3] if SYSTEMS[name].drafts else None
     (config,) = diagnostic_matrix(
         SYSTEMS[name], geometry, batches=[4], drafts=drafts, rounds=6, fixed=frozenset({"architecture", "schedule"})

@@ -12,7 +12,8 @@ from support import DEVICE, small
 from dsa_verify.buffers.input_buffers import InputBuffers
 from dsa_verify.buffers.region import Kind, guard_regions, input_regions
 from dsa_verify.contract.finding import Diagnosis
-from dsa_verify.contract.geometry import INDEX_DTYPES, INPUT_VIEWS, PADDED_MODES, Geometry
+from dsa_verify.contract.geometry import INDEX_DTYPES, INPUT_VIEWS, Geometry
+from dsa_verify.contract.padded import PADDED_MODES
 from dsa_verify.contract.round import POISONS, Round
 from dsa_verify.contract.round_table import RoundTable, tabulate, token_slots
 from dsa_verify.contract.static_inputs import PAD_REQUEST
@@ -67,10 +68,9 @@ class Model:
             assert inputs.req_pool_indices.tolist() == self.requests.tolist()
             assert np.array_equal(inputs.req_to_token.cpu().numpy(), self.table)
             if self.extends:
-                assert inputs.extend_lens is not None
                 assert inputs.extend_lens.tolist() == self.extend_lens.tolist()
             else:
-                assert inputs.extend_lens is None
+                assert "extend_lens" not in inputs.own
 
 
 @pytest.mark.parametrize("system", sorted(SYSTEMS))
@@ -79,7 +79,11 @@ class Model:
 def test_every_step_writes_its_round_and_nothing_else(system: str, form: str, dtype: str):
     """Rows beyond a round's bucket keep what wider buckets left there (contract 0.2)."""
     geometry = small(
-        request_rows=WIDEST + 3, input_view=form, index_dtype=dtype, draft_tokens=2 if SYSTEMS[system].drafts else 1
+        system,
+        request_rows=WIDEST + 3,
+        input_view=form,
+        index_dtype=dtype,
+        draft_tokens=2 if SYSTEMS[system].drafts else 1,
     )
     config = Config(system=SYSTEMS[system], geometry=geometry, buckets=(WIDEST, 2), rounds=40, seed=3)
     input_buffers, model = make_input_buffers(system, geometry), Model(system, geometry)
@@ -141,7 +145,7 @@ def test_a_prefix_is_what_the_origin_had_in_the_round_before():
 
 
 def test_floors_of_requests_reach_both_sides_and_pad_rows_keep_the_one_of_all():
-    geometry = Geometry.resolve("tiny_v4", {"request_floors": True, "replay_floor": 3, "request_rows": 9})
+    geometry = SYSTEMS["padded"].geometry("tiny_v4", {"request_floors": True, "replay_floor": 3, "request_rows": 9})
     input_buffers = make_input_buffers("padded", geometry)
     rounds = (
         Round(bucket=4, seq_lens=(5, 6, 7, 8), requests=(3, 4, 5, 6), replay_floors=(2, 0, 7, 5)),
@@ -152,9 +156,25 @@ def test_floors_of_requests_reach_both_sides_and_pad_rows_keep_the_one_of_all():
     for bucket, floors in ((4, [2, 0, 7, 5]), (4, [4, 3, 3, 3]), (2, [3, 3])):
         input_buffers.step(bucket)
         for inputs in input_buffers.inputs(bucket):
-            assert inputs.replay_floors is not None
             assert inputs.replay_floors.tolist() == floors
-    assert make_input_buffers("padded", geometry.replace(request_floors=False)).inputs(2)[0].replay_floors is None
+    assert make_input_buffers("padded", geometry.replace(request_floors=False)).inputs(2)[0].own.keys() == {
+        "out_cache_loc",
+        "full_to_swa",
+    }
+
+
+def test_an_input_that_a_system_has_not_is_refused_with_those_that_it_has():
+    geometry = SYSTEMS["padded"].geometry("tiny_v4", {"request_rows": 9})
+    inputs, _ = make_input_buffers("padded", geometry).inputs(2)
+    with pytest.raises(AttributeError) as caught:
+        inputs.kv_rows  # noqa: B018
+    assert str(caught.value) == (
+        "these inputs have no 'kv_rows'; the system's own inputs in this geometry are: out_cache_loc, full_to_swa"
+    )
+    other = inputs.replace(seq_lens=inputs.seq_lens.clone(), out_cache_loc=inputs.out_cache_loc.clone())
+    assert other.tensors().keys() == inputs.tensors().keys()
+    changed = {name for name, tensor in other.tensors().items() if tensor is not inputs.tensors()[name]}
+    assert changed == {"seq_lens", "out_cache_loc"}
 
 
 def test_the_model_sees_a_step_that_forgets_the_oracle(monkeypatch: pytest.MonkeyPatch):
@@ -203,8 +223,9 @@ def own_strides(tensor: torch.Tensor) -> set[int]:
 @pytest.mark.parametrize("system", sorted(SYSTEMS))
 def test_no_stride_of_a_strided_input_is_any_others(system: str, preset: str):
     """Nor a multiple of it: an index times the one would be another times the other."""
-    changes = {"context": 603, "pool_size": 4, "indexer": True} if preset else {"dcp_size": 2}
-    geometry = small(input_view="strided", draft_tokens=2 if SYSTEMS[system].drafts else 1, **changes)
+    ranks = {"dcp_size": 2} if system == "dcp" else {}
+    changes = {"context": 603, "pool_size": 4, "indexer": True} if preset else ranks
+    geometry = small(system, input_view="strided", draft_tokens=2 if SYSTEMS[system].drafts else 1, **changes)
     subject, _ = make_input_buffers(system, geometry).inputs(WIDEST)
     strides = {name: own_strides(each) for name, each in subject.tensors().items() if name != "full_to_swa"}
     assert all(strides.values()), "each has a gap"
@@ -216,7 +237,7 @@ def test_no_stride_of_a_strided_input_is_any_others(system: str, preset: str):
 @pytest.mark.parametrize("form", INPUT_VIEWS)
 def test_selections_and_what_ranks_computed_have_the_form_too(form: str):
     """As SGLang's own tests hand them over: `storage[::2, ::2]`, and floats of a receive buffer (contract 8.3, 8.7)."""
-    inputs, oracle = make_input_buffers("dcp", small(input_view=form, dcp_size=2)).inputs(3)
+    inputs, oracle = make_input_buffers("dcp", small("dcp", input_view=form, dcp_size=2)).inputs(3)
     far = {"selected_positions": (0, 1), "selection": (0, 1), "kv_rows": (0,), "partial_out": (2,), "partial_lse": (2,)}
     for name, dimensions in far.items():
         tensor, plain = inputs.tensors()[name], oracle.tensors()[name]
@@ -260,12 +281,11 @@ def test_the_location_of_no_token_is_0(mode: str):
     system, changes = (
         ("dcp", {"dcp_size": 2}) if mode == "dcp" else ("padded", {"padded_mode": mode, "draft_tokens": 3})
     )
-    input_buffers = make_input_buffers(system, small(**changes))
-    input_buffers.upload(table_of(system, small(**changes), Round(bucket=3, seq_lens=(0, 9), requests=(1, 2))))
+    input_buffers = make_input_buffers(system, small(system, **changes))
+    input_buffers.upload(table_of(system, small(system, **changes), Round(bucket=3, seq_lens=(0, 9), requests=(1, 2))))
     input_buffers.step(3)
-    each = SYSTEMS[system].token_rows(small(**changes))
+    each = SYSTEMS[system].token_rows(small(system, **changes))
     for inputs in input_buffers.inputs(3):
-        assert inputs.out_cache_loc is not None
         rows = inputs.out_cache_loc.view(3, each)
         assert rows[0].tolist() == [0] * each or mode in ("verify", "draft_block"), "whose tokens come after the length"
         assert rows[2].tolist() == [0] * each
@@ -302,11 +322,9 @@ def test_a_gap_holds_a_legal_value_whatever_was_written_there():
 
 def test_gaps_between_columns_are_filled_and_guarded():
     """Of `selection` and of one rank's log-sum-exps: what is written there is found, and gone in the next round."""
-    geometry = small(input_view="strided", dcp_size=2)
+    geometry = small("dcp", input_view="strided", dcp_size=2)
     input_buffers = make_input_buffers("dcp", geometry)
     inputs, oracle = input_buffers.inputs(3)
-    assert inputs.selection is not None
-    assert inputs.partial_lse is not None
     input_buffers.upload(
         table_of("dcp", geometry, *[Round(bucket=3, seq_lens=(5, 6, 7), requests=(1, 2, 3), seed=4)] * 2)
     )
@@ -356,7 +374,6 @@ def test_reset_gives_the_state_in_which_engines_capture():
     for inputs in input_buffers.inputs(WIDEST):
         assert inputs.seq_lens.tolist() == [3 + 4] * WIDEST, "max(1, N + kp) with pooling (contract 0.2)"
         assert inputs.req_pool_indices.tolist() == [PAD_REQUEST] * WIDEST
-        assert inputs.extend_lens is not None
         assert inputs.extend_lens.tolist() == [3] * WIDEST
     assert input_buffers.round_index.tolist() == [-1]
     input_buffers.step(2)

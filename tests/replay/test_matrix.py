@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from support import backend
 
 from dsa_verify.base.errors import UsageError
-from dsa_verify.contract.geometry import INDEX_DTYPES, INPUT_VIEWS, PADDED_MODES, WARM_UPS, Geometry
+from dsa_verify.contract.geometry import INDEX_DTYPES, INPUT_VIEWS, WARM_UPS, Geometry
+from dsa_verify.contract.padded import PADDED_MODES
 from dsa_verify.contract.round import POISONS, Round
 from dsa_verify.contract.round_table import RoundTable, tabulate
 from dsa_verify.contract.subject import Buffers, Inputs
@@ -44,7 +45,7 @@ PRESETS = ("tiny", "deepseek_v32", "glm53_flash")
 
 
 def matrix(system: System, preset: str = "tiny", **rest: object) -> list[Config]:
-    return diagnostic_matrix(system, Geometry.resolve(preset), **rest)  # type: ignore[arg-type]
+    return diagnostic_matrix(system, system.geometry(preset), **rest)  # type: ignore[arg-type]
 
 
 def rounds_of(config: Config) -> list[Round]:
@@ -117,11 +118,13 @@ OURS = [
 
 @pytest.mark.parametrize("name, subject", OURS)
 def test_our_pipelines_keep_to_a_narrow_table(name: str, subject: str):
-    settings = {"table_width": 135, "indexer": name not in ("padded", "dcp"), "dcp_size": 2 if name == "dcp" else 1}
+    settings = {"table_width": 135, "indexer": name not in ("padded", "dcp")} | (
+        {"dcp_size": 2} if name == "dcp" else {}
+    )
     preset = SYSTEMS[name].preset("cpu")
     for config in diagnostic_matrix(
         SYSTEMS[name],
-        Geometry.resolve(preset, settings),
+        SYSTEMS[name].geometry(preset, settings),
         batches=[4],
         drafts=[3] if SYSTEMS[name].drafts else None,
         rounds=9,
@@ -133,7 +136,7 @@ def test_our_pipelines_keep_to_a_narrow_table(name: str, subject: str):
 
 @systems
 def test_a_field_that_was_asked_for_does_not_turn(system: System):
-    geometry = Geometry.resolve("tiny", {"input_view": "offset", "warm_ups": "together"})
+    geometry = system.geometry("tiny", {"input_view": "offset", "warm_ups": "together"})
     configs = diagnostic_matrix(system, geometry, fixed=frozenset({"input_view", "warm_ups"}))
     assert {config.geometry.input_view for config in configs} == {"offset"}
     assert {config.geometry.warm_ups for config in configs} == {"together"}
@@ -158,7 +161,7 @@ def test_what_only_our_own_pipelines_are_asked_for(name: str, field: str, values
 
     assert drawn(None) == values
     assert drawn(None, **{field: asked}) == {asked}
-    assert drawn("a:B") == {getattr(Geometry.resolve("tiny"), field)}
+    assert drawn("a:B") == {getattr(system.geometry("tiny"), field)}
     assert drawn("a:B", **{field: asked}) == {asked}
 
 
@@ -171,7 +174,7 @@ def test_every_mode_of_padded_has_low_ratios_with_another_draft_length():
     assert not any(
         config.geometry.low_ratios for config in matrix(SYSTEMS["padded"], "tiny_v4", fixed=frozenset({OF_OTHERS}))
     )
-    odd = Geometry.resolve("tiny_v4", {"page_size": 1, "sparse_ratio": 1, "dense_ratio": 1})
+    odd = SYSTEMS["padded"].geometry("tiny_v4", {"page_size": 1, "sparse_ratio": 1, "dense_ratio": 1})
     assert not any(config.geometry.low_ratios for config in diagnostic_matrix(SYSTEMS["padded"], odd))
 
 
@@ -327,7 +330,7 @@ class ExtendsAll(DraftExtend):
 
     def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
         lens = torch.full_like(inputs.seq_lens, geometry.draft_tokens)
-        super().allocate(geometry, dataclasses.replace(inputs, extend_lens=lens), buffers)
+        super().allocate(geometry, inputs.replace(extend_lens=lens), buffers)
 
 
 @pytest.mark.parametrize("batch, draft", [(1, 2), (1, 8), (4, 4)])
@@ -343,7 +346,7 @@ def test_a_subject_that_extends_all_by_the_draft_is_found(batch: int, draft: int
 def test_every_round_survives_the_case_file(system: System, preset: str):
     """Scripted and random rounds alike are legal cases."""
     indexer = Geometry.resolve(preset).indexer and system.name != "ragged_verify"  # which has no pooled one
-    geometry = Geometry.resolve(preset, {"indexer": indexer})
+    geometry = system.geometry(preset, {"indexer": indexer})
     config = diagnostic_matrix(system, geometry, batches=[5], drafts=[3], rounds=120)[0]
     setup = ReplaySetup.make(system, config.geometry, config.buckets, 0, None, None, backend())
     scenario = setup.scenario(rounds_of(config))
@@ -356,7 +359,7 @@ def test_every_round_survives_the_case_file(system: System, preset: str):
 @given(seed=st.integers(0, 2**32), batch=st.integers(1, 9), draft=st.integers(1, 4), pool=st.sampled_from([1, 4]))
 def test_random_tables_are_what_their_rounds_tabulate_to(system: System, seed: int, batch: int, draft: int, pool: int):
     """A chunk is drawn column by column; as rounds it must say the same, remaps and live bounds included."""
-    geometry = Geometry.resolve("tiny", {"pool_size": pool, "request_rows": 12})
+    geometry = system.geometry("tiny", {"pool_size": pool, "request_rows": 12})
     config = diagnostic_matrix(system, geometry, batches=[batch], drafts=[draft], seed=seed, rounds=60)[0]
     chunks = list(config.chunks())
     rounds = [round_ for table in chunks for round_ in table.rounds()]
@@ -468,7 +471,7 @@ def test_padded_takes_every_raw_batch_of_both_buckets_in_every_mode():
 
 
 def test_padded_captures_the_batches_it_is_given_in_the_mode_it_is_given():
-    geometry = Geometry.resolve("tiny_v4", {"padded_mode": "verify"})
+    geometry = SYSTEMS["padded"].geometry("tiny_v4", {"padded_mode": "verify"})
     configs = diagnostic_matrix(
         PADDED, geometry, batches=[5, 2], drafts=[3], rounds=40, fixed=frozenset({"padded_mode"})
     )
@@ -482,6 +485,10 @@ def test_padded_captures_the_batches_it_is_given_in_the_mode_it_is_given():
 
 def test_a_second_graph_of_ragged_verify_that_would_be_too_large_is_refused():
     with pytest.raises(UsageError, match=r"batch: 2731 requests of draft length 6 .* 16386 requests.*; use 2730 or"):
-        diagnostic_matrix(SYSTEMS["ragged_verify"], Geometry.resolve("tiny"), batches=[2731], drafts=[6])
-    (config,) = diagnostic_matrix(SYSTEMS["ragged_verify"], Geometry.resolve("tiny"), batches=[2730], drafts=[6])
+        diagnostic_matrix(
+            SYSTEMS["ragged_verify"], SYSTEMS["ragged_verify"].geometry("tiny"), batches=[2731], drafts=[6]
+        )
+    (config,) = diagnostic_matrix(
+        SYSTEMS["ragged_verify"], SYSTEMS["ragged_verify"].geometry("tiny"), batches=[2730], drafts=[6]
+    )
     assert config.buckets == (2730, 16380)

@@ -34,7 +34,7 @@ TABLES = {"page_table_1", "real_page_table", "pooled_real_page_table"}
 def layout_of(system: str, preset: str = "tiny_indexer", **changes: object) -> Layout:
     if not SYSTEMS[system].drafts:
         changes["draft_tokens"] = 1
-    return SYSTEMS[system].layout(Geometry.resolve(preset, {**GEOMETRY, **changes}), 4)
+    return SYSTEMS[system].layout(SYSTEMS[system].geometry(preset, {**GEOMETRY, **changes}), 4)
 
 
 def own_outputs(layout: Layout, spoil: Callable[[Field], torch.Tensor | None] = lambda field: None) -> Mapping:

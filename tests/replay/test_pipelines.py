@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -116,9 +114,8 @@ class StaticExtend(DraftExtend):
     """The shipped subject with every extend length taken for N."""
 
     def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
-        assert inputs.extend_lens is not None
         static = inputs.extend_lens.clone().fill_(geometry.draft_tokens)
-        super().allocate(geometry, dataclasses.replace(inputs, extend_lens=static), buffers)
+        super().allocate(geometry, inputs.replace(extend_lens=static), buffers)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from dsa_verify.replay.bucket import CapturedBucket
 from dsa_verify.replay.replayer import Replayer
 from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.run.verify import Counts, verify_rounds
+from dsa_verify.systems.catalogue import SYSTEMS
 
 ROUNDS = [decode_round(4, 5, 17, 37, 1), decode_round(2, 9, 8), decode_round(4, 4, 3, 2, poison="stale", twice=True)]
 
@@ -217,8 +218,8 @@ def test_what_is_planted_is_not_counted() -> None:
     "system, geometry",
     [
         ("target_verify", Geometry.resolve("tiny_pool", {"draft_tokens": 2})),
-        ("dcp", small(dcp_size=2)),
-        ("padded", Geometry.resolve("tiny_v4", {"padded_mode": "decode"})),
+        ("dcp", small("dcp", dcp_size=2)),
+        ("padded", SYSTEMS["padded"].geometry("tiny_v4", {"padded_mode": "decode"})),
     ],
     ids=["schedules and lists", "floats and pools", "windows"],
 )

@@ -745,7 +745,7 @@ class WritesConstant(Padded):
 
 @pytest.mark.parametrize("buckets", [(4,), (4, 2), (4, 4)])
 def test_a_constant_that_is_written_is_found_whatever_bucket_comes_last(buckets: tuple[int, ...]):
-    setup = setup_of(WritesConstant, system="padded", geometry=Geometry.resolve("tiny_v4"), buckets=(4, 2))
+    setup = setup_of(WritesConstant, system="padded", geometry=SYSTEMS["padded"].geometry("tiny_v4"), buckets=(4, 2))
     rounds = [decode_round(bucket, 5 + i, 6) for i, bucket in enumerate(buckets)]
     (finding,) = verify_rounds(setup, [setup.table(rounds)], Counts(), folder=None)
     assert (finding.bucket, finding.round) == (4, 0)

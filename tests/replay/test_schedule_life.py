@@ -125,7 +125,7 @@ def test_the_matrix_has_every_life(subject: str) -> None:
 
 def test_the_lengths_of_every_schedule_are_fields() -> None:
     for system in (SYSTEMS[name] for name in ("decode", "target_verify", "draft_extend", "mtp")):
-        layout = system.layout(Geometry.resolve("tiny_pool", {"draft_tokens": 3 if system.drafts else 1}), 4)
+        layout = system.layout(system.geometry("tiny_pool", {"draft_tokens": 3 if system.drafts else 1}), 4)
         for name, (lengths, _) in SCHEDULED_LENGTHS.items():
             assert name not in layout or lengths in layout
 

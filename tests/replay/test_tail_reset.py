@@ -14,6 +14,7 @@ from dsa_verify.contract.finding import Diagnosis
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round
 from dsa_verify.contract.static_inputs import StaticInput
+from dsa_verify.contract.system import System
 from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.verify import Counts, verify_rounds
@@ -99,7 +100,8 @@ def test_every_input_of_every_system_is_missed_when_its_tail_is_not_reset(system
     """The finding names the input, whatever else goes wrong because of it."""
     known = SYSTEMS[system]
     base = known.preset("cpu")
-    (config, *_) = diagnostic_matrix(known, small() if base == "tiny" else small_of(base), batches=[4], drafts=[2])
+    geometry = small(system) if base == "tiny" else small_of(known, base)
+    (config, *_) = diagnostic_matrix(known, geometry, batches=[4], drafts=[2])
     geometry = config.geometry
     for spec in SYSTEMS[system].inputs(geometry):
         setup = ReplaySetup.make(known, geometry, (4,), 0, None, f"tail_not_reset:{spec.name}", backend())
@@ -110,8 +112,8 @@ def test_every_input_of_every_system_is_missed_when_its_tail_is_not_reset(system
         assert findings[0].field == spec.name
 
 
-def small_of(preset: str) -> Geometry:
-    return Geometry.resolve(preset, {"request_rows": 9, "context": 37})
+def small_of(system: System, preset: str) -> Geometry:
+    return system.geometry(preset, {"request_rows": 9, "context": 37})
 
 
 def with_verify_lens(rounds: list[Round]) -> list[Round]:

@@ -27,11 +27,13 @@ class Bench:
         self.subject, self.geometry, self.bucket = subject, geometry, bucket
         self.slots = slots_of(geometry)
         dtype = TORCH_DTYPES[geometry.index_dtype]
-        self.inputs = Inputs(
-            seq_lens=input_of(geometry, (bucket,), dtype)[0],
-            req_pool_indices=input_of(geometry, (bucket,), dtype)[0],
-            req_to_token=torch.from_numpy(self.slots.astype(np.int32)).to(DEVICE),
-            verify_lens=input_of(geometry, (bucket,), torch.int32)[0],
+        self.inputs = Inputs.of(
+            {
+                "seq_lens": input_of(geometry, (bucket,), dtype)[0],
+                "req_pool_indices": input_of(geometry, (bucket,), dtype)[0],
+                "req_to_token": torch.from_numpy(self.slots.astype(np.int32)).to(DEVICE),
+                "verify_lens": input_of(geometry, (bucket,), torch.int32)[0],
+            }
         )
         layout = ragged_verify(geometry, bucket)
         self.arena = Arena(

@@ -265,7 +265,7 @@ def machine_for(
 ) -> type[Machine]:
     """`machine_of` from names alone, as in the line that a failing machine gives."""
     backend = open_backend(choose_device(device))
-    resolved = Geometry.resolve(preset, geometry)
+    resolved = get_system(system).geometry(preset, geometry)
     return machine_of(ReplaySetup.make(get_system(system), resolved, buckets, 0, subject, fault, backend))
 
 

@@ -28,9 +28,9 @@ def backend() -> Backend:
     return open_backend(DEVICE)
 
 
-def small(**changes: object) -> Geometry:
+def small(system: str = "decode", /, **changes: object) -> Geometry:
     """`tiny`, smaller still: rounds of the eager subject take a millisecond."""
-    return Geometry.resolve("tiny", {**SMALL, **changes})
+    return SYSTEMS[system].geometry("tiny", {**SMALL, **changes})
 
 
 def setup_of(
@@ -41,7 +41,7 @@ def setup_of(
     fault: str | None = None,
     geometry: Geometry | None = None,
 ) -> ReplaySetup:
-    return ReplaySetup.make(SYSTEMS[system], geometry or small(), buckets, 0, subject, fault, backend())
+    return ReplaySetup.make(SYSTEMS[system], geometry or small(system), buckets, 0, subject, fault, backend())
 
 
 def open_replayer(subject: SubjectFactory, rounds: int = 8, **rest: object) -> Replayer:

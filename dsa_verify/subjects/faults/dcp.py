@@ -27,7 +27,6 @@ class WritesSlotZero(Wrapper):
 
     def in_graph(self) -> None:
         self.inner.in_graph()
-        assert self.inputs.out_cache_loc is not None
         self.target[:1].masked_fill_((self.inputs.out_cache_loc == 0).any(), SMUGGLED)
 
 
@@ -47,8 +46,6 @@ class WrongOwner(Wrapper):
     def in_graph(self) -> None:
         self.inner.in_graph()
         inputs, size = self.inputs, self.geometry.dcp_size
-        assert inputs.out_cache_loc is not None
-        assert inputs.kv_rows is not None
         row = inputs.out_cache_loc // (size * self.geometry.dcp_block)
         self.target.index_copy_(0, row.clamp(max=len(self.target) - 1), inputs.kv_rows)
 

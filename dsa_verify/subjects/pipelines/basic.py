@@ -70,7 +70,7 @@ class InGraph:
         batch = inputs.seq_lens.shape[0]
         real = out["real_page_table"]
         wide = out.get("page_table_1", real)
-        extend = inputs.extend_lens if inputs.extend_lens is not None else inputs.seq_lens
+        extend = inputs.own.get("extend_lens", inputs.seq_lens)
         context_lens = out["paged_mqa_ctx_lens_2d"]
         division = divide_tables(geometry, batch, interpreted=not real.is_cuda)
         metadata_kernel[(1 + division.workers,)](

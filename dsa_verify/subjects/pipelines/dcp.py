@@ -310,12 +310,9 @@ class Dcp:
 
     def _write(self, place: Place) -> None:
         inputs = self._inputs
-        assert inputs.out_cache_loc is not None
-        assert inputs.kv_rows is not None
         write_shard(self._of(place, "kv_pool"), inputs.out_cache_loc, inputs.kv_rows, place)
 
     def _localize(self, place: Place) -> None:
-        assert self._inputs.selection is not None
         positional, packed = self._of(place, "localized"), self._of(place, "packed")
         localize(self._inputs.selection, positional, packed, self._of(place, "packed_counts"), place)
 
@@ -325,7 +322,5 @@ class Dcp:
 
     def _merge(self) -> None:
         inputs = self._inputs
-        assert inputs.partial_out is not None
-        assert inputs.partial_lse is not None
         out, lse = self._buffers["merged_out"], self._buffers["merged_lse"]
         merge(inputs.partial_out, inputs.partial_lse, self._geometry.log_base, out, lse)

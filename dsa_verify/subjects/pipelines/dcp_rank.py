@@ -7,8 +7,6 @@ Everything has fixed sizes and may be captured, collectives included, in one CUD
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 import torch.distributed
 
@@ -38,8 +36,6 @@ class DcpRank(Dcp):
 
     def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
         super().allocate(geometry, inputs, buffers)
-        assert inputs.partial_out is not None
-        assert inputs.partial_lse is not None
         size, batch, device = geometry.dcp_size, inputs.seq_lens.shape[0], inputs.seq_lens.device
         # One row more than a share of the context: a range may begin and end within a turn of the ranks.
         rows = batch * (geometry.context // size + 2)
@@ -49,7 +45,7 @@ class DcpRank(Dcp):
         self._own = [each[self._rank] for each in (inputs.partial_out, inputs.partial_lse)]
         dense = torch.contiguous_format
         gathered = [torch.zeros_like(each, memory_format=dense) for each in (inputs.partial_out, inputs.partial_lse)]
-        self._inputs = dataclasses.replace(inputs, partial_out=gathered[0], partial_lse=gathered[1])
+        self._inputs = inputs.replace(partial_out=gathered[0], partial_lse=gathered[1])
         self._gathered = gathered
 
     def in_graph(self) -> None:

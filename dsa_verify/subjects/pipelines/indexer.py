@@ -39,7 +39,7 @@ class IndexerMetadata:
             update_pooled_views(mode, geometry, inputs, table, buffers)  # type: ignore[arg-type]
         if geometry.pool_size > 1:
             plan = {name.removeprefix(WRITE_PLAN): tensor for name, tensor in buffers.items()}
-            update_write_plan(mode, geometry, inputs, table, plan, inputs.accept_lens)  # type: ignore[arg-type]
+            update_write_plan(mode, geometry, inputs, table, plan, inputs.own.get("accept_lens"))  # type: ignore[arg-type]
         if schedules:
             for name in self.schedule_names:
                 self.refresh_schedule(name, buffers[name])

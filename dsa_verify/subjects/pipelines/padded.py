@@ -34,14 +34,11 @@ class Padded:
     clamp = True
 
     def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
-        assert inputs.out_cache_loc is not None, "padded has write locations (contract 7.1)"
-        assert inputs.full_to_swa is not None, "padded has a map into the window's pool (contract 7.1)"
         self._geometry, self._inputs, self._buffers = geometry, inputs, buffers
         self._write_locations, self._full_to_swa = inputs.out_cache_loc, inputs.full_to_swa
         # One for all is the same element again and again.
         floor = torch.full((1,), geometry.replay_floor, dtype=torch.int32, device=inputs.seq_lens.device)
-        own = inputs.replay_floors
-        self._floors = floor.expand(buffers.layout.bucket) if own is None else own
+        self._floors = inputs.own.get("replay_floors", floor.expand(buffers.layout.bucket))
 
     def before_replay(self) -> None:
         pass

@@ -20,7 +20,6 @@ class RaggedVerify(InGraph):
     """
 
     def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
-        assert inputs.verify_lens is not None, "ragged_verify has verify_lens among its inputs (contract 9)"
         super().allocate(geometry, inputs, buffers)
         self._verify_lens = inputs.verify_lens
 

@@ -160,7 +160,7 @@ class BackendSubject:
     def _forward_batch(self, inputs: Inputs) -> Any:
         """Return what the hooks read of the engine's batch."""
         mode = getattr(wheel.attribute(FORWARD, "ForwardMode"), self.forward_mode)
-        spec = None if inputs.accept_lens is None else SimpleNamespace(num_accept_tokens=inputs.accept_lens)
+        spec = None if "accept_lens" not in inputs.own else SimpleNamespace(num_accept_tokens=inputs.accept_lens)
         return SimpleNamespace(
             batch_size=inputs.seq_lens.shape[0],
             forward_mode=mode,

@@ -106,8 +106,6 @@ class _Write(_OneFunction):
 
     def _bind(self) -> None:
         inputs = self._inputs
-        assert inputs.out_cache_loc is not None
-        assert inputs.kv_rows is not None
         self._store = wheel.attribute(WRITES, "set_mla_kv_buffer_dcp_sharded_triton")
         self._locations, self._rows = inputs.out_cache_loc, inputs.kv_rows
         for rank in self._ranks:
@@ -292,7 +290,6 @@ class FarColumns(Columns):
 
     def explain(self, field: str, row: int, column: int, got: int, want: int) -> str | None:
         """Say whether `got` is what lies where a product of 32 bits leads."""
-        assert self._inputs.selected_positions is not None
         position = int(self._inputs.selected_positions[row, column])
         start = row * self._row_stride
         wrapped = (start + INT32_ENTRIES) % (2 * INT32_ENTRIES) - INT32_ENTRIES
@@ -331,7 +328,6 @@ class _DenseColumns(Columns):
     """This gathers positions that lie densely, as an indexer leaves them."""
 
     def _selected(self) -> torch.Tensor:
-        assert self._inputs.selected_positions is not None
         positions = self._inputs.selected_positions.contiguous()
         slots: torch.Tensor = self._gather(page_table=self._table, topk_indices=positions)
         return slots
@@ -353,8 +349,6 @@ class _Merge(_OneFunction):
 
     def _bind(self) -> None:
         inputs = self._inputs
-        assert inputs.partial_out is not None
-        assert inputs.partial_lse is not None
         self._outs, self._lses = inputs.partial_out, inputs.partial_lse
         self._natural = self._geometry.log_base == "e"
 
@@ -495,7 +489,6 @@ class Dcp(_OneFunction):
         self._lengths = wheel.attribute(INDEX, "get_dcp_lens")
         self._pack = wheel.attribute(TRANSFORM, "transform_index_page_table_dcp")
         self._pages: Any = wheel.attribute(KERNELS, "create_mla_kv_page_table_for_dcp")
-        assert inputs.selection is not None
         # It asserts that columns are dense; rows it takes as they are.
         self._selected = inputs.selection
         rows, columns = self._selected.shape

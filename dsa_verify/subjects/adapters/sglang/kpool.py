@@ -63,7 +63,7 @@ class KPool:
             num_draft_tokens=1 if self._mode == "decode" else geometry.draft_tokens,
             index_page_size=geometry.page_size,
         )
-        if inputs.accept_lens is not None:
+        if "accept_lens" in inputs.own:
             out[WRITE_PLAN + "effective_n_per_batch"].copy_(inputs.accept_lens.to(torch.int32))
         pooled = per_query["pool_seqlens_per_q"]
         if pooled is not None:

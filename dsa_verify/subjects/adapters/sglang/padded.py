@@ -70,8 +70,6 @@ class Padded:
     def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
         """UsageError as `wheel.require` has it, and for a geometry that the kernels do not take."""
         _check(self.name, geometry)
-        assert inputs.out_cache_loc is not None
-        assert inputs.full_to_swa is not None
         self._geometry, self._inputs, self._buffers = geometry, inputs, buffers
         self._full_to_swa, self._device = inputs.full_to_swa, inputs.seq_lens.device
         self._batch, self._rows = buffers.layout.bucket, token_rows(geometry)
@@ -109,9 +107,8 @@ class Padded:
 
     def before_replay(self) -> None:
         """Do what the engine does before it replays: all of the draft side's but a block's window (contract 7.3)."""
-        assert self._inputs.out_cache_loc is not None
         self._locations.copy_(self._inputs.out_cache_loc)
-        if self._inputs.replay_floors is not None:
+        if "replay_floors" in self._inputs.own:
             # Where the engine places a request it writes that down; batch rows of one request agree.
             requests = self._vector("req_pool_indices").long()
             self._valid_from.index_copy_(0, requests, self._inputs.replay_floors)

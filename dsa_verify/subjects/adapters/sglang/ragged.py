@@ -32,6 +32,7 @@ COVERED: Final = (
     "dsa_seqlens_expanded",
     "real_page_table",
 )
+WINDOW: Final = 128  # of the tensors that it makes beside those that are covered
 _OTHERS: Final = "SGLang's ragged verify of DSV4 has no such tensor"
 
 
@@ -53,7 +54,6 @@ class RaggedVerify:
         """UsageError as `wheel.require` has it, and for pages of one token, whose table is another function's."""
         if geometry.page_size == 1:
             raise UsageError(f"subject {self.name!r}: page_size: 1 has no page table of its own; use 2 or more")
-        assert inputs.verify_lens is not None
         self._geometry, self._inputs, self._buffers = geometry, inputs, buffers
         self._verify_lens = inputs.verify_lens
         self._pad = wheel.attribute(KERNELS, "PaddedToBucket")
@@ -98,7 +98,7 @@ class RaggedVerify:
             seq_lens_casual=rows.seq_lens_casual,
             max_seq_len=geometry.columns,
             page_size=geometry.page_size,
-            swa_window=geometry.window,
+            swa_window=WINDOW,
         )
         out["dsa_seqlens_expanded"].copy_(prepared.seq_lens_casual)
         out["real_page_table"].copy_(prepared.page_table)

@@ -191,7 +191,6 @@ _RUNNERS: weakref.WeakValueDictionary[Any, Runner] = weakref.WeakValueDictionary
 def _no_step_of_vllm(inputs: Inputs) -> torch.Tensor:
     """Requests shorter than their extension, since vLLM adds a step's tokens to those computed before, of which there
     would be fewer than none; and all, where none is extended, since vLLM then runs no step."""
-    assert inputs.extend_lens is not None, "draft_extend has extend_lens (contract 1.3)"
     extended = (inputs.extend_lens > 0) & (inputs.req_pool_indices != PAD_REQUEST)
     return (inputs.seq_lens < inputs.extend_lens) | ~extended.any()
 
@@ -243,7 +242,6 @@ class DraftExtend(_Step):
         return dataclasses.replace(_Step.engine_form(), outside=_no_step_of_vllm)
 
     def _lengths(self) -> list[tuple[int, int]]:
-        assert self._inputs.extend_lens is not None, "draft_extend has extend_lens (contract 1.3)"
         pairs = zip(self._inputs.seq_lens.tolist(), self._inputs.extend_lens.tolist(), strict=True)
         return [(length - query, query) for length, query in pairs]
 
