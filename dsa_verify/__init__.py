@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         CaptureError,
         DeviceLost,
         DsaVerifyError,
+        GuardError,
         HarnessError,
         NothingVerified,
         OutOfMemory,
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from dsa_verify.contract.subject import Buffers, Inputs, Subject, SubjectFactory, current_outputs
     from dsa_verify.contract.system import System
     from dsa_verify.graphs import Backend, open_backend
+    from dsa_verify.metadata_guard.finding import GuardFinding, GuardWarning
+    from dsa_verify.metadata_guard.guard import MetadataGuard, guard
     from dsa_verify.overlay.overlay import NullOverlay, Overlay
     from dsa_verify.overlay.ring import CaptureRing
     from dsa_verify.pytest_plugin.fixture import DsaFixture
@@ -59,11 +62,15 @@ _HOME: Final = {
     "Field": "dsa_verify.contract.layout",
     "Finding": "dsa_verify.contract.finding",
     "Geometry": "dsa_verify.contract.geometry",
+    "GuardError": "dsa_verify.base.errors",
+    "GuardFinding": "dsa_verify.metadata_guard.finding",
+    "GuardWarning": "dsa_verify.metadata_guard.finding",
     "HarnessError": "dsa_verify.base.errors",
     "Inputs": "dsa_verify.contract.subject",
     "Layout": "dsa_verify.contract.layout",
     "Lifetime": "dsa_verify.contract.layout",
     "Live": "dsa_verify.contract.layout",
+    "MetadataGuard": "dsa_verify.metadata_guard.guard",
     "NothingVerified": "dsa_verify.base.errors",
     "NullOverlay": "dsa_verify.overlay.overlay",
     "OutOfMemory": "dsa_verify.base.errors",
@@ -86,6 +93,7 @@ _HOME: Final = {
     "current_outputs": "dsa_verify.contract.subject",
     "diagnostic_matrix": "dsa_verify.rounds.matrix",
     "get_system": "dsa_verify.systems.catalogue",
+    "guard": "dsa_verify.metadata_guard.guard",
     "map_outputs": "dsa_verify.contract.map_outputs",
     "new_result": "dsa_verify.run.runner",
     "open_backend": "dsa_verify.graphs",
@@ -108,11 +116,15 @@ __all__ = [
     "Field",
     "Finding",
     "Geometry",
+    "GuardError",
+    "GuardFinding",
+    "GuardWarning",
     "HarnessError",
     "Inputs",
     "Layout",
     "Lifetime",
     "Live",
+    "MetadataGuard",
     "NothingVerified",
     "NullOverlay",
     "OutOfMemory",
@@ -135,6 +147,7 @@ __all__ = [
     "current_outputs",
     "diagnostic_matrix",
     "get_system",
+    "guard",
     "map_outputs",
     "new_result",
     "open_backend",
