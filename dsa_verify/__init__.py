@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     )
     from dsa_verify.buffers.arena import Arena
     from dsa_verify.buffers.tail_reset import PaddedInputFiller
+    from dsa_verify.changed_inputs.like_eager import replays_like_eager
+    from dsa_verify.changed_inputs.result import LikeEager, NotLikeEager
     from dsa_verify.contract.engine_form import EngineForm, PadRows
     from dsa_verify.contract.finding import Diagnosis, Finding
     from dsa_verify.contract.geometry import Geometry
@@ -69,8 +71,10 @@ _HOME: Final = {
     "Inputs": "dsa_verify.contract.subject",
     "Layout": "dsa_verify.contract.layout",
     "Lifetime": "dsa_verify.contract.layout",
+    "LikeEager": "dsa_verify.changed_inputs.result",
     "Live": "dsa_verify.contract.layout",
     "MetadataGuard": "dsa_verify.metadata_guard.guard",
+    "NotLikeEager": "dsa_verify.changed_inputs.result",
     "NothingVerified": "dsa_verify.base.errors",
     "NullOverlay": "dsa_verify.overlay.overlay",
     "OutOfMemory": "dsa_verify.base.errors",
@@ -98,6 +102,7 @@ _HOME: Final = {
     "new_result": "dsa_verify.run.runner",
     "open_backend": "dsa_verify.graphs",
     "read_case": "dsa_verify.rounds.case_file",
+    "replays_like_eager": "dsa_verify.changed_inputs.like_eager",
 }
 
 # Spelled out once more, because a type checker reads a list and no table.
@@ -123,8 +128,10 @@ __all__ = [
     "Inputs",
     "Layout",
     "Lifetime",
+    "LikeEager",
     "Live",
     "MetadataGuard",
+    "NotLikeEager",
     "NothingVerified",
     "NullOverlay",
     "OutOfMemory",
@@ -152,6 +159,7 @@ __all__ = [
     "new_result",
     "open_backend",
     "read_case",
+    "replays_like_eager",
 ]
 
 

@@ -1,4 +1,7 @@
-"""Copies of a nested object: tensors with equal content, strides and overlaps, in memory of their own."""
+"""Copies of a nested object: tensors with equal content, strides and overlaps, in memory of their own.
+
+Such memory can have guards, bytes on both sides that nobody may write.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ import torch
 
 from dsa_verify.nested.parts import map_tensors, tensors_in
 
-ALIGNMENT_BYTES: Final = 16  # no element is larger
+ALIGNMENT_BYTES: Final = 512  # what an allocator of a device gives; copies lie as their originals do
+GUARD_BYTES: Final = 4096
+GUARD_BYTE: Final = 0xC7
 
 
 def copy_nested(value: Any) -> Any:
@@ -23,11 +28,12 @@ def copy_nested(value: Any) -> Any:
 
 
 class Copies:
-    """Copies of the memory of some tensors, taken when it is made."""
+    """Copies of the memory of some tensors, taken when it is made. `guarded`: each stretch of it has guards."""
 
     @torch.no_grad()
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._spans: dict[int, list[tuple[int, torch.Tensor]]] = {}
+    def __init__(self, tensors: Sequence[torch.Tensor], guarded: bool = False) -> None:
+        self._guard_bytes = GUARD_BYTES if guarded else 0
+        self._spans: dict[int, list[tuple[int, int, torch.Tensor]]] = {}
         stretches: dict[int, list[tuple[int, int]]] = {}
         storages: dict[int, torch.UntypedStorage] = {}
         for tensor in tensors:
@@ -35,7 +41,9 @@ class Copies:
             storages[storage._cdata] = storage
             stretches.setdefault(storage._cdata, []).append(span_of(tensor))
         for key, found in stretches.items():
-            self._spans[key] = [(start, _clone(storages[key], start, stop)) for start, stop in _merged(found)]
+            self._spans[key] = [
+                (start, stop, self._clone(storages[key], start, stop)) for start, stop in _merged(found)
+            ]
 
     @torch.no_grad()
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -43,10 +51,26 @@ class Copies:
         if tensor.layout is not torch.strided:
             return tensor.detach().clone()
         begin, end = span_of(tensor)
-        for start, memory in self._spans[tensor.untyped_storage()._cdata]:
-            if start <= begin and end <= start + memory.numel():
-                return _over(memory.untyped_storage(), tensor, (begin - start) // tensor.element_size())
+        for start, stop, memory in self._spans[tensor.untyped_storage()._cdata]:
+            if start <= begin and end <= stop:
+                offset = (begin - start + self._guard_bytes) // tensor.element_size()
+                return _over(memory.untyped_storage(), tensor, offset)
         raise KeyError("the tensor is none of those that were copied")
+
+    def guards(self) -> list[torch.Tensor]:
+        """Return the guards, uint8 [GUARD_BYTES], each of which is full of GUARD_BYTE as long as nobody writes it."""
+        size = self._guard_bytes
+        memories = [memory for spans in self._spans.values() for _, _, memory in spans]
+        return [part for memory in memories for part in (memory[:size], memory[memory.numel() - size :]) if size]
+
+    def _clone(self, storage: torch.UntypedStorage, start: int, stop: int) -> torch.Tensor:
+        bytes_ = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        found = bytes_.set_(storage, start, (max(min(stop, storage.nbytes()) - start, 0),), (1,))
+        if not self._guard_bytes:
+            return found.clone()
+        memory = torch.full((stop - start + 2 * self._guard_bytes,), GUARD_BYTE, dtype=torch.uint8, device=found.device)
+        memory[self._guard_bytes : self._guard_bytes + found.numel()].copy_(found)
+        return memory
 
 
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -68,12 +92,6 @@ def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             found.append((start, stop))
     return found
-
-
-def _clone(storage: torch.UntypedStorage, start: int, stop: int) -> torch.Tensor:
-    stop = min(stop, storage.nbytes())
-    bytes_ = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return bytes_.set_(storage, start, (max(stop - start, 0),), (1,)).clone()
 
 
 def _over(storage: torch.UntypedStorage, like: torch.Tensor, offset: int) -> torch.Tensor:
