@@ -114,6 +114,7 @@ class _Run:
         self._backend = open_backend(self.device) if backend is None else backend
         self._generator = torch.Generator().manual_seed(seed)
         self._source = _copied(self._call.values, Copies(list(tensors.values())))
+        self._padded = _copied(self._call.values, Copies(list(tensors.values())))
         self._memory = Copies(list(tensors.values()), guarded=True)
         self._static = _copied(self._call.values, self._memory)
         self._fixed = tensors_by_path(self._static)
@@ -177,7 +178,7 @@ class _Run:
         except ReplayError as error:
             return Observation(verdict="not replayed", says=f"{about}: {error}")
         got = {path: _clone(tensor) for path, tensor in self._outputs.items()}
-        found = self._harm(self._fixed, self._memory, "the replay") or self._moved()
+        found = self._harm(self._fixed, self._memory, "the replay", self._padded) or self._moved()
         if found is None:
             want, found = self._eager_and_harm(batch, 1, about)
             found = found or first_difference(got, want, self._history, batch != self._declared.batch)
@@ -206,10 +207,19 @@ class _Run:
         return batch
 
     def _write_static(self, batch: int | None) -> None:
-        for path, tensor in tensors_by_path(self._source).items():
-            if batch is not None and path in self._declared.rows:
-                self._declared.rows[path].reset_pads(tensor, batch)
+        """Write the source, with pads in it, into the static inputs. The source itself stays as it was drawn."""
+        source, padded = tensors_by_path(self._source), tensors_by_path(self._padded)
+        for path, tensor in padded.items():
+            if source.get(path) is None or source[path].shape != tensor.shape:
+                raise UsageError(f"change: the function bound {path} to something of another shape; write it in place")
+            _write(tensor, source[path])
+        for path, rows in self._declared.rows.items():
+            if batch is not None:
+                rows.reset_pads(padded[path], batch)
+        for path, tensor in padded.items():
             _write(self._fixed[path], tensor)
+        for guard in self._memory.guards():
+            guard.fill_(GUARD_BYTE)
 
     def _eager(self, batch: int | None, poison: int, about: str) -> tuple[Outputs, Observation | None]:
         """Run `fn` on copies of the source, cut to `batch`. Returns its results, and what else it wrote."""
@@ -224,7 +234,7 @@ class _Run:
         with PoisonedAllocations(poison):
             returned = self._run_eagerly(values, about)
         outputs = self._outputs_of(returned, values)
-        return outputs, self._harm(given, memory, "eager work")
+        return outputs, self._harm(given, memory, "eager work", self._source)
 
     def _eager_and_harm(self, batch: int | None, poison: int, about: str) -> tuple[Outputs, Observation | None]:
         with churned(self.device, poison):
@@ -263,9 +273,10 @@ class _Run:
 
     # What is wrong besides outputs ------------------------------------------------------------------------------------
 
-    def _harm(self, given: Outputs, memory: Copies, who: str) -> Observation | None:
-        """Look at the inputs that nobody may write, and at the memory beside all of them. `given`: those of a run."""
-        source = tensors_by_path(self._source)
+    def _harm(self, given: Outputs, memory: Copies, who: str, values: dict[str, Any]) -> Observation | None:
+        """Look at the inputs that nobody may write, and at the memory beside all of them. `given`: those of a run, made
+        from `values`."""
+        source = tensors_by_path(values)
         for path, tensor in given.items():
             if self._declared.role(path) is None:
                 numbers = Differing(*differing(tensor, narrow_like(source[path], tensor)).tolist())

@@ -40,6 +40,18 @@ def test_an_input_that_is_written() -> None:
     assert result.sentence == ("round 0: the replay wrote the input x: x[2] was 4 and is 9; 1 of 3 elements differ")
 
 
+def test_memory_beside_an_input_that_only_the_warm_up_writes_is_not_told_of_the_replay() -> None:
+    calls: list[int] = []
+
+    def oversteps(x: Tensor, room: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == CAPTURE - 1:  # on the static inputs
+            room.as_strided((1,), (1,), room.storage_offset() + 2).fill_(7)
+        return x + 1
+
+    assert judged(oversteps, (ints(3, 5), ints(0, 0)), scratch=("room",)).equal
+
+
 def test_an_input_that_only_eager_work_writes() -> None:
     calls = []
 
@@ -206,16 +218,20 @@ class Rows:
 
 
 def test_batches_of_several_rows_and_prefix_sums() -> None:
-    shapes: set[tuple[int, ...]] = set()
+    shapes: list[tuple[int, ...]] = []
+    sums: set[tuple[int, ...]] = set()
 
     def fn(lens: Tensor, rows: Rows) -> Tensor:
-        shapes.add((len(lens), rows.tokens.shape[1], len(rows.cu)))
+        shapes.append((len(lens), rows.tokens.shape[1], len(rows.cu)))
+        if len(shapes) != CAPTURE:
+            sums.add(tuple(rows.cu.tolist()))
         return rows.tokens.sum(0) + rows.cu[-1] * 0
 
     inputs = (ints(2, 2, 3), Rows(torch.rand(2, 6), ints(0, 2, 4, 7)))
     result = judged(fn, inputs, batch={"lens": 0, "rows.tokens": 1, "rows.cu": 0}, pads={"rows.cu": "last", "lens": 0})
     assert result.equal, result.sentence
-    assert shapes == {(n, 2 * n, n + 1) for n in (1, 2, 3)}
+    assert set(shapes) == {(n, 2 * n, n + 1) for n in (1, 2, 3)}
+    assert sums == {(0, 2), (0, 2, 4), (0, 2, 4, 7)}  # pads are not left in what is kept as given
 
 
 def test_a_result_that_never_changes_is_said() -> None:
@@ -296,6 +312,11 @@ def test_drawn_inputs_that_the_callable_refuses_name_the_round() -> None:
 def test_inputs_of_which_none_can_change_verify_nothing() -> None:
     with pytest.raises(NothingVerified, match=r"no input of .*abs would change \(\w+ kept as given\)"):
         replays_like_eager(torch.abs, ints(7, 7))
+
+
+def test_a_function_that_draws_another_shape_is_refused() -> None:
+    with pytest.raises(UsageError, match="change: the function bound x to something of another shape; write it in"):
+        replays_like_eager(lambda x: x + 1, ints(3, 5), change=lambda values, _: values.update(x=ints(1)))
 
 
 # Copies
