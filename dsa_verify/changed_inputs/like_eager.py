@@ -26,8 +26,7 @@ from dsa_verify.nested.copies import GUARD_BYTE, Copies
 from dsa_verify.nested.parts import map_tensors, tensors_in
 
 ROUNDS: Final = 24
-FEWEST_ROUNDS: Final = 3  # the first two change nothing
-REPEAT_EVERY: Final = 5  # a round with the inputs of the round before, which an accumulation does not survive
+FEWEST_ROUNDS: Final = 3  # the first two change nothing, which an accumulation does not survive
 TWICE_EVERY: Final = 4  # a round in which eager work runs under both poisons
 GIVEN: Final = "on the inputs as given"
 Outputs = dict[str, torch.Tensor]
@@ -195,13 +194,12 @@ class _Run:
         if captured is not None:
             drawn = int(torch.randint(1, captured + 1, (1,), generator=self._generator))
             batch = {2: 1, 3: captured}.get(number, drawn)
-        if number % REPEAT_EVERY:
-            if self._rules.whole is not None:
-                self._rules.whole(self._source, self._generator)
-            tensors = tensors_by_path(self._source)
-            for path, rule in self._rules.tensors.items():
-                if rule.changes:
-                    tensors[path].copy_(rule.redraw(tensors[path], self._generator))
+        if self._rules.whole is not None:
+            self._rules.whole(self._source, self._generator)
+        tensors = tensors_by_path(self._source)
+        for path, rule in self._rules.tensors.items():
+            if rule.changes:
+                tensors[path].copy_(rule.redraw(tensors[path], self._generator))
         for name, rule in self._rules.numbers.items():
             self._source[name] = rule.number(self._call.values[name], batch, self._generator)
         return batch

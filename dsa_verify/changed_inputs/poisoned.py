@@ -18,8 +18,8 @@ from dsa_verify.graphs.emulated import ALLOCATIONS
 from dsa_verify.nested.bits import as_bits
 
 POISON_BYTES: Final = (0x9E, 0x5B)  # as float32: -1.7e-20 and 6.2e16
-CHURN_BYTES: Final = (64, 512, 4096, 65536, 1 << 20)
-CHURN_TENSORS: Final = 4  # of each size
+# Bytes of a tensor, and how many of them. An allocator gives the smallest hole that fits, so small ones come first.
+CHURN: Final = ((64, 32), (512, 32), (4096, 8), (1 << 16, 4), (1 << 20, 4))
 
 
 @torch.no_grad()
@@ -57,8 +57,8 @@ def churned(device: torch.device, poison: int) -> Iterator[None]:
     """Inside, memory that was freed has been handed out again and overwritten, as an engine's other work would do."""
     held = [
         torch.full((size,), POISON_BYTES[poison], dtype=torch.uint8, device=device)
-        for size in CHURN_BYTES
-        for _ in range(CHURN_TENSORS)
+        for size, count in CHURN
+        for _ in range(count)
     ]
     yield
     del held

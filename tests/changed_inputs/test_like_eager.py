@@ -13,6 +13,7 @@ from dsa_verify import LikeEager, NothingVerified, UsageError, replays_like_eage
 from dsa_verify.changed_inputs.compare import History
 from dsa_verify.changed_inputs.drawing import Rule
 from dsa_verify.changed_inputs.result import VERDICTS
+from dsa_verify.nested.bits import checksum
 from dsa_verify.nested.copies import Copies, copy_nested
 
 Tensor = torch.Tensor
@@ -62,6 +63,45 @@ def test_an_input_that_only_eager_work_writes() -> None:
         return x + 1
 
     assert judged(writes, (ints(3, 5, 4),)).sentence.startswith("round 0: eager work wrote the input x: x[0] was 3 and")
+
+
+def test_an_input_that_is_bound_anew_after_the_capture() -> None:
+    kept: list[Rows] = []
+
+    def rebinds(rows: Rows) -> None:
+        kept.append(rows)
+        rows.cu.copy_(rows.tokens)
+        if len(kept) > CAPTURE:
+            kept[CAPTURE - 1].cu = rows.cu.clone()
+
+    result = judged(rebinds, (Rows(ints(3, 5), ints(0, 0)),), writes=("rows.cu",))
+    assert (result.verdict, result.path) == ("moved", "rows.cu")
+    assert result.sentence.startswith("round 1: the input rows.cu is another tensor (int32 [2]) than the captured one")
+
+
+def test_a_constant_that_is_returned_is_not_overwritten() -> None:
+    table = ints(7, 8)
+    result = judged(lambda x: (x + table, table), (ints(3, 5),))
+    assert (result.verdict, table.tolist()) == ("equal", [7, 8])
+
+
+@pytest.mark.gpu
+def test_memory_that_was_freed_is_overwritten() -> None:
+    """Nobody else would, in a process that does nothing but this."""
+    kept: list[Tensor] = []
+
+    def reads(x: Tensor) -> Tensor:
+        made = torch.full_like(x, 3)
+        kept.append(made)
+        if len(kept) == CAPTURE:
+            return x + kept[CAPTURE - 2]
+        if len(kept) > CAPTURE:
+            kept[CAPTURE - 2] = made
+        return x + made
+
+    result = judged(reads, (ints(3, 5).cuda(),), change={"x": (3, 5)}, rounds=3)
+    assert result.verdict == "differs"
+    assert result.rounds == 2
 
 
 def test_an_output_that_nobody_writes() -> None:
@@ -337,6 +377,24 @@ def test_copies_keep_overlaps_and_their_guards_see_writes_beside_them() -> None:
     assert {int(guard.min()) for guard in memory.guards()} == {0xC7}
     row.as_strided((1,), (1,), row.storage_offset() + 64).fill_(0)
     assert sum(int((guard != 0xC7).sum()) for guard in memory.guards()) == 8
+
+
+def test_copies_are_aligned_as_their_originals() -> None:
+    whole = torch.zeros(64, dtype=torch.int16)
+    views = [whole[i : i + 2] for i in (1, 4, 9, 33)]
+    memory = Copies(views, guarded=True)
+    assert [memory.of(view).data_ptr() % 64 for view in views] == [(2 * i) % 64 for i in (1, 4, 9, 33)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.bfloat16, torch.float64, torch.complex128])
+def test_a_checksum_sees_each_element(dtype: torch.dtype) -> None:
+    zeros = torch.zeros(5, dtype=dtype)
+    sums = {int(checksum(zeros))}
+    for i in range(5):
+        changed = zeros.clone()
+        changed[i] = 1
+        sums.add(int(checksum(changed)))
+    assert len(sums) == 6
 
 
 def test_every_verdict_but_equal_is_reached_in_tests() -> None:

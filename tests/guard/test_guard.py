@@ -175,6 +175,23 @@ def test_a_change_is_named(name: str, first: bool) -> None:
     assert said(guard).startswith(says)
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["first replay", "later"])
+def test_a_new_tensor_at_the_address_of_one_that_was_freed(first: bool) -> None:
+    memory = bytearray(16)
+    metadata = space(lens=torch.frombuffer(memory, dtype=torch.int32))
+    guard, lenient = dsa_verify.guard(metadata), dsa_verify.guard(metadata, storages=False)
+    if not first:
+        guard.before_replay()
+        lenient.before_replay()
+    metadata.lens = None
+    metadata.lens = torch.frombuffer(memory, dtype=torch.int32)
+    lenient.before_replay()
+    assert said(guard) == (
+        "metadata.lens is a new tensor (int32 [4]) that happens to lie where the captured one lay, which was freed; "
+        f"write into the captured tensor, or capture again (replay {0 if first else 1})"
+    )
+
+
 HARMLESS = {
     "a number": lambda m: setattr(m, "count", 2),
     "a number in the place of None": lambda m: setattr(m, "none", 2),
