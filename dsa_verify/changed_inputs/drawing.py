@@ -1,5 +1,4 @@
-"""Drawing: how inputs change from round to round. Everything is drawn on the host, so that a seed draws the same on any
-device.
+"""Drawing: how inputs change from round to round. It is done on the host, so that a seed draws the same everywhere.
 
 What nobody says something of is inferred from the input as given: numbers stay within its least and greatest, whole
 numbers that are all different are permuted, and what looks like a prefix sum or holds one number only is kept.
@@ -69,7 +68,7 @@ class Rule:
         return cls(PERMUTE) if flat.unique().numel() == flat.numel() else cls("range", low, high)
 
     def redraw(self, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Return new content for `tensor`, on the host unless the caller's function returns another."""
+        """Return new content for `tensor`, which is on the host."""
         if self.call is not None:
             returned = self.call(tensor, generator)
             return tensor if returned is None else returned

@@ -23,7 +23,7 @@ from dsa_verify.graphs import Backend, Graph, open_backend
 from dsa_verify.metadata_guard.place import Place
 from dsa_verify.nested.bits import Differing, checksum, differing, shown, unravel
 from dsa_verify.nested.copies import GUARD_BYTE, Copies
-from dsa_verify.nested.parts import map_tensors, tensors_in
+from dsa_verify.nested.parts import PLAIN, map_tensors, tensors_in
 
 ROUNDS: Final = 24
 FEWEST_ROUNDS: Final = 3  # the first two change nothing, which an accumulation does not survive
@@ -54,10 +54,11 @@ def replays_like_eager(
     them by parameter: `x`, `tables[2].lens`. Results are the tensors that `fn` returns and the inputs that it writes.
 
     `change`: how inputs change, by path: (low, high), both included; "permute"; "keep"; a function of the tensor and a
-    torch.Generator, which writes it or returns its new content. A plain number changes only if it is named ("batch": it
-    is the live batch), and a graph keeps that of its capture. Or one function of all arguments by name and a
-    torch.Generator, which writes them in place. What is not named is drawn within its least and greatest number, or
-    permuted if its whole numbers are all different; prefix sums and integers of one value only are kept.
+    torch.Generator, both on the host, which writes it or returns its new content. A plain number changes only if it is
+    named ("batch": it is the live batch), and a graph keeps that of its capture. Or one function of all arguments by
+    name, on the host, and a torch.Generator, which writes them in place. What is not named is drawn within its least
+    and greatest number, or permuted if its whole numbers are all different; prefix sums and integers of one value only
+    are kept.
 
     `batch`: the inputs with a batch dimension: paths (dimension 0) or a mapping from paths to dimensions. The inputs as
     given are the captured batch; replays have smaller ones, for which eager work gets the first rows alone, and the
@@ -112,9 +113,11 @@ class _Run:
         self.device = next((t.device for t in tensors.values() if t.device.type != "cpu"), torch.device("cpu"))
         self._backend = open_backend(self.device) if backend is None else backend
         self._generator = torch.Generator().manual_seed(seed)
-        self._source = _copied(self._call.values, Copies(list(tensors.values())))
-        self._padded = _copied(self._call.values, Copies(list(tensors.values())))
-        self._memory = Copies(list(tensors.values()), guarded=True)
+        given = list(tensors.values())
+        # Inputs are drawn on the host; they lie on the device as drawn, with pads in them, and where the graph has them.
+        self._source = _copied(self._call.values, Copies(given, device=torch.device("cpu")))
+        self._drawn, self._padded = (_copied(self._call.values, Copies(given)) for _ in range(2))
+        self._memory = Copies(given, guarded=True)
         self._static = _copied(self._call.values, self._memory)
         self._fixed = tensors_by_path(self._static)
         self._places = {path: Place.of(tensor) for path, tensor in self._fixed.items()}
@@ -207,10 +210,12 @@ class _Run:
     def _write_static(self, batch: int | None) -> None:
         """Write the source, with pads in it, into the static inputs. The source itself stays as it was drawn."""
         source, padded = tensors_by_path(self._source), tensors_by_path(self._padded)
-        for path, tensor in padded.items():
+        for path, tensor in tensors_by_path(self._drawn).items():
             if source.get(path) is None or source[path].shape != tensor.shape:
                 raise UsageError(f"change: the function bound {path} to something of another shape; write it in place")
             _write(tensor, source[path])
+            _write(padded[path], source[path])
+        self._drawn |= {name: value for name, value in self._source.items() if isinstance(value, PLAIN)}
         for path, rows in self._declared.rows.items():
             if batch is not None:
                 rows.reset_pads(padded[path], batch)
@@ -220,9 +225,9 @@ class _Run:
             guard.fill_(GUARD_BYTE)
 
     def _eager(self, batch: int | None, poison: int, about: str) -> tuple[Outputs, Observation | None]:
-        """Run `fn` on copies of the source, cut to `batch`. Returns its results, and what else it wrote."""
-        memory = Copies(list(tensors_by_path(self._source).values()), guarded=True)
-        values = _copied(self._source, memory)
+        """Run `fn` on copies of what was drawn, cut to `batch`. Returns its results, and what else it wrote."""
+        memory = Copies(list(tensors_by_path(self._drawn).values()), guarded=True)
+        values = _copied(self._drawn, memory)
         if batch is not None and batch != self._declared.batch:
             values = self._cut(values, batch)
         given = tensors_by_path(values)
@@ -232,7 +237,7 @@ class _Run:
         with PoisonedAllocations(poison):
             returned = self._run_eagerly(values, about)
         outputs = self._outputs_of(returned, values)
-        return outputs, self._harm(given, memory, "eager work", self._source)
+        return outputs, self._harm(given, memory, "eager work", self._drawn)
 
     def _eager_and_harm(self, batch: int | None, poison: int, about: str) -> tuple[Outputs, Observation | None]:
         with churned(self.device, poison):

@@ -45,7 +45,7 @@ class PoisonedAllocations(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in ALLOCATIONS:
+        if getattr(func, "overloadpacket", None) in ALLOCATIONS:
             for tensor in tree_leaves(result):
                 if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.numel():
                     fill(tensor, self._poison)

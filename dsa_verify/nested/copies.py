@@ -28,10 +28,14 @@ def copy_nested(value: Any) -> Any:
 
 
 class Copies:
-    """Copies of the memory of some tensors, taken when it is made. `guarded`: each stretch of it has guards."""
+    """Copies of the memory of some tensors, taken when it is made. `guarded`: each stretch of it has guards. `device`:
+    where they lie; None: where the tensors do."""
 
     @torch.no_grad()
-    def __init__(self, tensors: Sequence[torch.Tensor], guarded: bool = False) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], guarded: bool = False, device: torch.device | None = None
+    ) -> None:
+        self._device = device
         self._guard_bytes = GUARD_BYTES if guarded else 0
         self._spans: dict[int, list[tuple[int, int, torch.Tensor]]] = {}
         stretches: dict[int, list[tuple[int, int]]] = {}
@@ -66,9 +70,10 @@ class Copies:
     def _clone(self, storage: torch.UntypedStorage, start: int, stop: int) -> torch.Tensor:
         bytes_ = torch.empty(0, dtype=torch.uint8, device=storage.device)
         found = bytes_.set_(storage, start, (max(min(stop, storage.nbytes()) - start, 0),), (1,))
+        device = self._device or storage.device
         if not self._guard_bytes:
-            return found.clone()
-        memory = torch.full((stop - start + 2 * self._guard_bytes,), GUARD_BYTE, dtype=torch.uint8, device=found.device)
+            return found.to(device, copy=True)
+        memory = torch.full((stop - start + 2 * self._guard_bytes,), GUARD_BYTE, dtype=torch.uint8, device=device)
         memory[self._guard_bytes : self._guard_bytes + found.numel()].copy_(found)
         return memory
 
@@ -95,5 +100,5 @@ def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _over(storage: torch.UntypedStorage, like: torch.Tensor, offset: int) -> torch.Tensor:
-    empty = torch.empty(0, dtype=like.dtype, device=like.device)
+    empty = torch.empty(0, dtype=like.dtype, device=storage.device)
     return empty.set_(storage, offset, like.size(), like.stride())
