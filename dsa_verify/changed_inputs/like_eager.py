@@ -114,7 +114,7 @@ class _Run:
         self._backend = open_backend(self.device) if backend is None else backend
         self._generator = torch.Generator().manual_seed(seed)
         given = list(tensors.values())
-        # Inputs are drawn on the host; they lie on the device as drawn, with pads in them, and where the graph has them.
+        # Drawn on the host; on the device as drawn, with pads in them, and (`_static`) where the graph has them.
         self._source = _copied(self._call.values, Copies(given, device=torch.device("cpu")))
         self._drawn, self._padded = (_copied(self._call.values, Copies(given)) for _ in range(2))
         self._memory = Copies(given, guarded=True)
