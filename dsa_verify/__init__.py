@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         CaptureError,
         DeviceLost,
         DsaVerifyError,
+        GuardError,
         HarnessError,
         NothingVerified,
         OutOfMemory,
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     )
     from dsa_verify.buffers.arena import Arena
     from dsa_verify.buffers.tail_reset import PaddedInputFiller
+    from dsa_verify.changed_inputs.like_eager import replays_like_eager
+    from dsa_verify.changed_inputs.result import LikeEager, NotLikeEager
     from dsa_verify.contract.engine_form import EngineForm, PadRows
     from dsa_verify.contract.finding import Diagnosis, Finding
     from dsa_verify.contract.geometry import Geometry
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
     from dsa_verify.contract.subject import Buffers, Inputs, Subject, SubjectFactory, current_outputs
     from dsa_verify.contract.system import System
     from dsa_verify.graphs import Backend, open_backend
+    from dsa_verify.metadata_guard.finding import GuardFinding, GuardWarning
+    from dsa_verify.metadata_guard.guard import MetadataGuard, guard
     from dsa_verify.overlay.overlay import NullOverlay, Overlay
     from dsa_verify.overlay.ring import CaptureRing
     from dsa_verify.pytest_plugin.fixture import DsaFixture
@@ -59,11 +64,17 @@ _HOME: Final = {
     "Field": "dsa_verify.contract.layout",
     "Finding": "dsa_verify.contract.finding",
     "Geometry": "dsa_verify.contract.geometry",
+    "GuardError": "dsa_verify.base.errors",
+    "GuardFinding": "dsa_verify.metadata_guard.finding",
+    "GuardWarning": "dsa_verify.metadata_guard.finding",
     "HarnessError": "dsa_verify.base.errors",
     "Inputs": "dsa_verify.contract.subject",
     "Layout": "dsa_verify.contract.layout",
     "Lifetime": "dsa_verify.contract.layout",
+    "LikeEager": "dsa_verify.changed_inputs.result",
     "Live": "dsa_verify.contract.layout",
+    "MetadataGuard": "dsa_verify.metadata_guard.guard",
+    "NotLikeEager": "dsa_verify.changed_inputs.result",
     "NothingVerified": "dsa_verify.base.errors",
     "NullOverlay": "dsa_verify.overlay.overlay",
     "OutOfMemory": "dsa_verify.base.errors",
@@ -86,10 +97,12 @@ _HOME: Final = {
     "current_outputs": "dsa_verify.contract.subject",
     "diagnostic_matrix": "dsa_verify.rounds.matrix",
     "get_system": "dsa_verify.systems.catalogue",
+    "guard": "dsa_verify.metadata_guard.guard",
     "map_outputs": "dsa_verify.contract.map_outputs",
     "new_result": "dsa_verify.run.runner",
     "open_backend": "dsa_verify.graphs",
     "read_case": "dsa_verify.rounds.case_file",
+    "replays_like_eager": "dsa_verify.changed_inputs.like_eager",
 }
 
 # Spelled out once more, because a type checker reads a list and no table.
@@ -108,11 +121,17 @@ __all__ = [
     "Field",
     "Finding",
     "Geometry",
+    "GuardError",
+    "GuardFinding",
+    "GuardWarning",
     "HarnessError",
     "Inputs",
     "Layout",
     "Lifetime",
+    "LikeEager",
     "Live",
+    "MetadataGuard",
+    "NotLikeEager",
     "NothingVerified",
     "NullOverlay",
     "OutOfMemory",
@@ -135,10 +154,12 @@ __all__ = [
     "current_outputs",
     "diagnostic_matrix",
     "get_system",
+    "guard",
     "map_outputs",
     "new_result",
     "open_backend",
     "read_case",
+    "replays_like_eager",
 ]
 
 
