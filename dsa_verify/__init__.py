@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         CaptureError,
         DeviceLost,
         DsaVerifyError,
+        GuardError,
         HarnessError,
         NothingVerified,
         OutOfMemory,
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     )
     from dsa_verify.buffers.arena import Arena
     from dsa_verify.buffers.tail_reset import PaddedInputFiller
+    from dsa_verify.changed_inputs.like_eager import replays_like_eager
+    from dsa_verify.changed_inputs.result import LikeEager, NotLikeEager
     from dsa_verify.contract.engine_form import EngineForm, PadRows
     from dsa_verify.contract.finding import Diagnosis, Finding
     from dsa_verify.contract.geometry import Geometry
@@ -44,9 +47,11 @@ if TYPE_CHECKING:
         RequestRow,
         Uniform,
     )
-    from dsa_verify.declare.metadata import Metadata, law, subject
+    from dsa_verify.declare.metadata import Metadata, law
     from dsa_verify.declare.ports import In, Out
     from dsa_verify.graphs import Backend, open_backend
+    from dsa_verify.metadata_guard.finding import GuardFinding, GuardWarning
+    from dsa_verify.metadata_guard.guard import MetadataGuard, guard
     from dsa_verify.overlay.overlay import NullOverlay, Overlay
     from dsa_verify.overlay.ring import CaptureRing
     from dsa_verify.pytest_plugin.fixture import DsaFixture
@@ -75,14 +80,20 @@ _HOME: Final = {
     "Field": "dsa_verify.contract.layout",
     "Finding": "dsa_verify.contract.finding",
     "Geometry": "dsa_verify.contract.geometry",
+    "GuardError": "dsa_verify.base.errors",
+    "GuardFinding": "dsa_verify.metadata_guard.finding",
+    "GuardWarning": "dsa_verify.metadata_guard.finding",
     "HarnessError": "dsa_verify.base.errors",
     "In": "dsa_verify.declare.ports",
     "Inputs": "dsa_verify.contract.subject",
     "Layout": "dsa_verify.contract.layout",
     "Length": "dsa_verify.declare.draws",
     "Lifetime": "dsa_verify.contract.layout",
+    "LikeEager": "dsa_verify.changed_inputs.result",
     "Live": "dsa_verify.contract.layout",
     "Metadata": "dsa_verify.declare.metadata",
+    "MetadataGuard": "dsa_verify.metadata_guard.guard",
+    "NotLikeEager": "dsa_verify.changed_inputs.result",
     "NothingVerified": "dsa_verify.base.errors",
     "NullOverlay": "dsa_verify.overlay.overlay",
     "Out": "dsa_verify.declare.ports",
@@ -111,12 +122,13 @@ _HOME: Final = {
     "current_outputs": "dsa_verify.contract.subject",
     "diagnostic_matrix": "dsa_verify.rounds.matrix",
     "get_system": "dsa_verify.systems.catalogue",
+    "guard": "dsa_verify.metadata_guard.guard",
     "law": "dsa_verify.declare.metadata",
     "map_outputs": "dsa_verify.contract.map_outputs",
     "new_result": "dsa_verify.run.runner",
     "open_backend": "dsa_verify.graphs",
     "read_case": "dsa_verify.rounds.case_file",
-    "subject": "dsa_verify.declare.metadata",
+    "replays_like_eager": "dsa_verify.changed_inputs.like_eager",
 }
 
 # Spelled out once more, because a type checker reads a list and no table.
@@ -138,14 +150,20 @@ __all__ = [
     "Field",
     "Finding",
     "Geometry",
+    "GuardError",
+    "GuardFinding",
+    "GuardWarning",
     "HarnessError",
     "In",
     "Inputs",
     "Layout",
     "Length",
     "Lifetime",
+    "LikeEager",
     "Live",
     "Metadata",
+    "MetadataGuard",
+    "NotLikeEager",
     "NothingVerified",
     "NullOverlay",
     "Out",
@@ -174,12 +192,13 @@ __all__ = [
     "current_outputs",
     "diagnostic_matrix",
     "get_system",
+    "guard",
     "law",
     "map_outputs",
     "new_result",
     "open_backend",
     "read_case",
-    "subject",
+    "replays_like_eager",
 ]
 
 

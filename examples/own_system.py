@@ -44,7 +44,7 @@ class PagedKV(Metadata):
     def setup(self, i, o):
         o.indptr.zero_()
 
-    def candidate(self, i, o):
+    def subject(self, i, o):
         steps = (i.lens.stride(0), i.requests.stride(0), i.slots.stride(0), o.pages.stride(0))
         batch, lanes = self.sizes.B, triton.next_power_of_2(self.sizes.B)
         fused_kernel[(1,)](i.lens, i.requests, i.slots, *o, steps, batch, self.sizes.P, lanes)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from dsa_verify.cli import main as cli
+from dsa_verify.graphs import Backend, open_backend
 
 
 def pytest_collection_finish() -> None:
@@ -49,6 +50,16 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The example of a serving loop."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
     return importlib.import_module("serving_loop")
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def graphs(request: pytest.FixtureRequest) -> Backend:
+    """Emulated graphs on a CPU, and real ones on a GPU."""
+    if request.param == "emulated":
+        return open_backend(torch.device("cpu"), "emulated")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    return open_backend(torch.device("cuda", torch.cuda.current_device()))
 
 
 @pytest.fixture

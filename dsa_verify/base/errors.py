@@ -6,7 +6,7 @@ A message names the field, the value, the limit and the remedy. A wrong *subject
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 STATUS_EQUAL = 0
@@ -63,6 +63,19 @@ class ReplayError(DsaVerifyError):
     """A recorded graph cannot be replayed: a buffer that it captured is gone."""
 
     status = STATUS_MISMATCH
+
+
+class GuardError(DsaVerifyError):
+    """A guard found that a graph would not read, or has not computed, what it must.
+
+    `findings`: all that was found at once (`dsa_verify.GuardFinding`); the message has the first sentence.
+    """
+
+    status = STATUS_MISMATCH
+
+    def __init__(self, message: str, findings: Sequence[object] = ()):
+        super().__init__(message)
+        self.findings = tuple(findings)
 
 
 class HarnessError(DsaVerifyError):

@@ -22,19 +22,13 @@ from dsa_verify.declare.ports import In, Out
 if TYPE_CHECKING:
     from dsa_verify.contract.subject import Subject
 
-_CANDIDATE: Final = "candidate"
+_SUBJECT: Final = "subject"
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def subject(method: _Method) -> _Method:
-    """Mark `method` of a declaration as one more that is judged, by its name: `--subject NAME`."""
-    method.dsa_subject = True  # type: ignore[attr-defined]
-    return method
 
 
 def law(method: _Method) -> _Method:
     """Mark `method(inputs, outputs)` of a declaration as a law: it returns bool tensors that must be all true of a
-    candidate's outputs after each replay. The first line of its docstring says what it demands."""
+    subject's outputs after each replay. The first line of its docstring says what it demands."""
     method.dsa_law = True  # type: ignore[attr-defined]
     return method
 
@@ -47,9 +41,9 @@ class Metadata:
     what the system is called (otherwise the class, in small letters). `presets`: the geometry on a GPU and on a CPU.
 
     `reference(inputs, outputs)`: what is right, in eager PyTorch: it writes all outputs, or returns them by name. It
-    and `candidate(inputs, outputs)`, the code that is judged, belong to different instances with outputs of their own;
-    the candidate is captured in a graph. More candidates are methods marked with `@dsa_verify.subject`. Optional:
-    `setup(inputs, outputs)`, once before the capture; `prepare(inputs, outputs)`, a candidate's eager work before each
+    and `subject(inputs, outputs)`, the code that is judged, belong to different instances with outputs of their own;
+    the subject is captured in a graph. Further subjects are methods `subject_NAME`, for `--subject NAME`. Optional:
+    `setup(inputs, outputs)`, once before the capture; `prepare(inputs, outputs)`, a subject's eager work before each
     replay; methods marked with `@dsa_verify.law`. `sometimes`: by what must occur for a run to count, a function
     (sizes, inputs) that gives bool tensors, any of which is true where it does. `self.sizes` has the sizes of the
     captured batch.
@@ -73,20 +67,20 @@ class Metadata:
         where = cls.__qualname__
         if "<locals>" in where:
             raise UsageError(f"{where}: a declaration stands at the top level of a module, where its cases find it")
-        candidates = [name for name, value in _members(cls).items() if _is_candidate(name, value)]
+        methods = {_subject_name(name): name for name, value in _members(cls).items() if _is_subject(name, value)}
         if not callable(getattr(cls, "reference", None)):
             raise UsageError(f"{where}: there is no reference(self, inputs, outputs); write what is right")
-        if not candidates:
-            raise UsageError(f"{where}: there is no candidate(self, inputs, outputs); write what is judged")
+        if not methods:
+            raise UsageError(f"{where}: there is no subject(self, inputs, outputs); write what is judged")
         name = cls.__dict__.get("name") or _snake(cls.__name__)
         laws = {each: _first_line(value) for each, value in _members(cls).items() if hasattr(value, "dsa_law")}
         cls.dsa_declared = Declared.of(where, name, _ports(cls, In), outs, dict(cls.sizes), laws, dict(cls.sometimes))
         cls.dsa_reference = staticmethod(functools.partial(_make_reference, cls))  # type: ignore[attr-defined]
         module = cls.__module__
         subjects: dict[str, str] = {}
-        for each in candidates:
-            maker = f"dsa_{each}"
-            setattr(cls, maker, _maker(cls, each))
+        for each, method in methods.items():
+            maker = f"dsa_{method}"
+            setattr(cls, maker, _maker(cls, method))
             subjects[each] = f"{module}:{where}.{maker}"
         cls.system = system_of(
             cls.dsa_declared,
@@ -100,14 +94,14 @@ class Metadata:
         """Make what lasts as long as the captured graph; once, before it is captured."""
 
     def prepare(self, inputs: Any, outputs: Any) -> None:
-        """Do a candidate's eager work before each replay."""
+        """Do a subject's eager work before each replay."""
 
 
 def _maker(cls: type[Metadata], name: str) -> staticmethod[[], Subject]:
     def make() -> Subject:
-        from dsa_verify.declare.sides import Candidate  # imports torch
+        from dsa_verify.declare.sides import Judged  # imports torch
 
-        return Candidate(cls, cls.dsa_declared, name)
+        return Judged(cls, cls.dsa_declared, name)
 
     return staticmethod(make)
 
@@ -134,8 +128,12 @@ def _first_line(documented: object) -> str:
     return (inspect.getdoc(documented) or "").split("\n", 1)[0].rstrip(".")
 
 
-def _is_candidate(name: str, value: object) -> bool:
-    return inspect.isfunction(value) and (name == _CANDIDATE or hasattr(value, "dsa_subject"))
+def _is_subject(name: str, value: object) -> bool:
+    return inspect.isfunction(value) and (name == _SUBJECT or name.startswith(f"{_SUBJECT}_"))
+
+
+def _subject_name(method: str) -> str:
+    return method.removeprefix(f"{_SUBJECT}_")
 
 
 def _snake(name: str) -> str:

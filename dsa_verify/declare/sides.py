@@ -1,4 +1,4 @@
-"""Sides: reference and candidate of a declaration, as the subjects that the replayer captures."""
+"""Sides: reference and subject of a declaration, as the subjects that the replayer captures."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class _Side:
         output.copy_(value)
 
 
-class Candidate(_Side):
+class Judged(_Side):
     """What is judged, and with it the laws of its outputs."""
 
     def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:

@@ -15,7 +15,9 @@ from typing import Any, Final
 import pytest
 import torch
 
-from dsa_verify.base.errors import DeviceLost, OutOfMemory, UsageError
+from dsa_verify.base.errors import DeviceLost, NothingVerified, OutOfMemory, UsageError
+from dsa_verify.changed_inputs.like_eager import FEWEST_ROUNDS, replays_like_eager
+from dsa_verify.changed_inputs.result import LikeEager, NotLikeEager
 from dsa_verify.contract import progress
 from dsa_verify.contract.finding import Finding
 from dsa_verify.contract.system import System
@@ -41,6 +43,7 @@ class Session:
 
     directory: Path  # where pytest was started, and so where the commands in its report are typed
     on_run: Callable[[RunResult], None]  # called once for each run, also for one that was interrupted
+    on_checked: Callable[[int, list[list[str]]], None]  # rounds of a callable, and (sentence, command) of a finding
     rerun: Callable[[], str]  # the command that runs the current test again
     stop: Callable[[str], None]  # ends the session after the current test
 
@@ -117,6 +120,35 @@ class DsaFixture:
         except UsageError as error:
             raise pytest.UsageError(str(error)) from None
         return self._finish(run, lambda runner: runner.case(scenario, subject, run))
+
+    def replays_like_eager(self, fn: Callable[..., Any], inputs: Any, **options: Any) -> LikeEager:
+        """Capture `fn(*inputs)`, replay it over changed inputs, and fail the test unless it replays like eager work.
+
+        `options`: as `dsa_verify.replays_like_eager` has them; `rounds` and `seed` are the session's by default. Inputs
+        on a GPU are captured in a CUDA graph, others in an emulated one. Raises pytest.UsageError for arguments that
+        are wrong or have no effect.
+        """
+        __tracebackhide__ = True
+        session = self._session
+        options.setdefault("seed", self.seed)
+        if self.rounds is not None:
+            options.setdefault("rounds", max(self.rounds, FEWEST_ROUNDS))
+        progress.current().test(session.rerun())
+        try:
+            result = replays_like_eager(fn, inputs, **options | {"raises": False})
+        except UsageError as error:
+            raise pytest.UsageError(str(error)) from None
+        except DeviceLost as lost:
+            session.stop("the device is lost: nothing this process says about it from here on may be believed")
+            raise pytest.fail.Exception(str(lost), pytrace=False) from None
+        except (NothingVerified, OutOfMemory) as lack:
+            raise pytest.fail.Exception(str(lack), pytrace=False) from None
+        self.rounds_checked += result.rounds
+        text = str(NotLikeEager(result))
+        session.on_checked(result.rounds, [] if result.equal else [[text, session.rerun()]])
+        if not result.equal:
+            pytest.fail(f"{text}\n  reproduce: {session.rerun()}", pytrace=False)
+        return result
 
     def _configs(
         self,

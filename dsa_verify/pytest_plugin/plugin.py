@@ -243,6 +243,12 @@ def _open_fixture(session: pytest.Session) -> DsaFixture:
         seen.add_waived(rounds_by_waiver(run.counts.waivers.values()))
         progress.current().results(seen.findings)
 
+    def on_checked(rounds: int, found: list[list[str]]) -> None:
+        seen = config.stash[SEEN]
+        seen.rounds += rounds
+        seen.add_findings(found)
+        progress.current().results(seen.findings)
+
     def stop(reason: str) -> None:
         session.shouldfail = reason
 
@@ -252,7 +258,13 @@ def _open_fixture(session: pytest.Session) -> DsaFixture:
         rounds=option.dsa_rounds,
         seed=option.dsa_seed,
         folder=option.dsa_findings,
-        session=Session(directory=config.invocation_params.dir, on_run=on_run, rerun=lambda: _rerun(config), stop=stop),
+        session=Session(
+            directory=config.invocation_params.dir,
+            on_run=on_run,
+            on_checked=on_checked,
+            rerun=lambda: _rerun(config),
+            stop=stop,
+        ),
         ledger=ledger,
         trusts=lambda name: option.dsa_trust or name in config.getini("dsa_trust"),
     )

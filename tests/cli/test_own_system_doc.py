@@ -37,7 +37,7 @@ def rewritten(monkeypatch: pytest.MonkeyPatch, folder: Path, right: str, wrong: 
     return f"{name}:PagedKV"
 
 
-# What is written wrongly in kernel or candidate, and what a run says of it: field, diagnosis, cause.
+# What is written wrongly in kernel or subject, and what a run says of it: field, diagnosis, cause.
 MISTAKES = {
     "the last page of a full one is empty": (
         "tl.where(length > 0, (length - 1) % P + 1, 0)",

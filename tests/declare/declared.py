@@ -19,7 +19,6 @@ from dsa_verify import (
     RequestRow,
     Uniform,
     law,
-    subject,
 )
 
 
@@ -62,19 +61,17 @@ class Everything(Metadata):
             "fixed": torch.full_like(o.fixed, 7),
         }
 
-    def candidate(self, i: Any, o: Any) -> dict[str, torch.Tensor]:
+    def subject(self, i: Any, o: Any) -> dict[str, torch.Tensor]:
         made = self.reference(i, o)
         del made["fixed"]
         return made
 
-    @subject
-    def off_by_one(self, i: Any, o: Any) -> dict[str, torch.Tensor]:
-        made = self.candidate(i, o)
+    def subject_off_by_one(self, i: Any, o: Any) -> dict[str, torch.Tensor]:
+        made = self.subject(i, o)
         return {**made, "sums": made["sums"] - 1}
 
-    @subject
-    def beyond_what_is_live(self, i: Any, o: Any) -> dict[str, torch.Tensor]:
-        made = self.candidate(i, o)
+    def subject_beyond_what_is_live(self, i: Any, o: Any) -> dict[str, torch.Tensor]:
+        made = self.subject(i, o)
         column = torch.arange(4, device=o.some.device)
         return {**made, "some": torch.where(column < i.accepted[:, None], made["some"], -5)}
 
@@ -96,7 +93,7 @@ class Unmet(Metadata):
     def reference(self, i: Any, o: Any) -> None:
         o.same.copy_(i.lens)
 
-    candidate = reference
+    subject = reference
 
 
 class ReadsOnTheHost(Unmet):
@@ -108,7 +105,7 @@ class ReadsOnTheHost(Unmet):
         for b, length in enumerate(i.lens.tolist()):
             o.same[b] = length
 
-    def candidate(self, i: Any, o: Any) -> None:
+    def subject(self, i: Any, o: Any) -> None:
         o.same.copy_(i.lens)
 
 

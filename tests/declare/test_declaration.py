@@ -56,7 +56,7 @@ def test_rows_follow_from_the_first_dimension() -> None:
     }
 
 
-def test_a_wrong_candidate_is_found_and_a_law_is_told_beside_it() -> None:
+def test_a_wrong_subject_is_found_and_a_law_is_told_beside_it() -> None:
     result = run(Everything, "off_by_one")
     assert status_of([result]) == STATUS_MISMATCH
     by_field = {finding.field: finding for finding in result.findings}
@@ -100,7 +100,7 @@ def test_a_reference_is_checked_before_it_is_believed(declaration: type[Metadata
 
 def declare(**said: Any) -> None:
     """Make a class at the top level of this module that says `said`."""
-    methods = {"reference": lambda self, i, o: None, "candidate": lambda self, i, o: None}
+    methods = {"reference": lambda self, i, o: None, "subject": lambda self, i, o: None}
     right = {"lens": In("int64[B]", Length()), "same": Out("int64[B]")}
     type("Wrong", (Metadata,), {"__qualname__": "Wrong", "__module__": __name__, **right, **methods, **said})
 
@@ -124,7 +124,7 @@ REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
     "bound of integers": ({"same": Out("int64[B]", bound=0.1)}, "Wrong.same: bound=0.1 is for float32, not int64"),
     "a size that is taken": ({"sizes": {"B": 3}}, "Wrong.sizes: 'B' is no size of your own: .*; B is requests of"),
     "no reference": ({"reference": None}, "Wrong: there is no reference"),
-    "no candidate": ({"candidate": None}, "Wrong: there is no candidate"),
+    "no subject": ({"subject": None}, "Wrong: there is no subject"),
     "local": ({"__qualname__": "test.<locals>.Wrong"}, "Wrong: a declaration stands at the top level of a module"),
 }
 
