@@ -63,7 +63,6 @@ _HEAD, _TEST, _THREADS, _RESULTS = 0, 1, 2, 3
 _TEXT_BYTES: Final = (1 << 20, 1 << 16, 1 << 14, 16 << 20, 16 << 20)  # results twice: the old ones stand until the end
 _CHUNK_BYTES: Final = 32 << 20
 _COLUMNS: Final = ("bucket", "raw", "poison", "twice", "foreign", "seed")
-_WIDE: Final = ("seq_lens", "requests", "extend_lens", "accept_lens", "verify_lens", "replay_floors")
 _REMAPS: Final = ("remap_rows", "remap_generations", "remap_origins", "remap_pages")
 
 
@@ -134,12 +133,14 @@ class SharedProgress(Progress):
         which = self.slots[CHUNKS] % 2
         shape = _SHAPE + 3 * which
         self.slots[shape] = 0
-        words = count * (len(_COLUMNS) + len(_WIDE) * widest + len(_REMAPS) * remaps)
+        columns = [getattr(table, name) for name in _COLUMNS]
+        columns += [table.seq_lens, table.requests, *table.lens.values()]
+        columns += [getattr(table, name) for name in _REMAPS]
+        words = sum(column.size for column in columns)
         if 4 * words <= _CHUNK_BYTES:
             place = np.frombuffer(self._memory, np.int32, words, self._chunks_at + which * _CHUNK_BYTES)
             at = 0
-            for name in (*_COLUMNS, *_WIDE, *_REMAPS):
-                column = getattr(table, name)
+            for column in columns:
                 place[at : at + column.size] = column.reshape(-1)
                 at += column.size
             self.slots[shape + 2], self.slots[shape + 1], self.slots[shape] = remaps, widest, count
@@ -183,9 +184,9 @@ class SharedProgress(Progress):
         data = self._read(_RESULTS + self.slots[_LENGTH + 5])
         return pickle.loads(data) if data else None
 
-    def chunks(self) -> list[dict[str, Any]]:
+    def chunks(self, lens: Sequence[str]) -> list[dict[str, Any]]:
         """Return the columns of the last tables, two at most, the one that was being replayed last; none that was too
-        large to be kept, nor what came before it."""
+        large to be kept, nor what came before it. `lens`: the names of the tables' own columns."""
         import numpy as np
 
         found: list[dict[str, Any]] = []
@@ -197,13 +198,14 @@ class SharedProgress(Progress):
                 found = []
                 continue
             at = self._chunks_at + number % 2 * _CHUNK_BYTES
-            columns = {}
-            widths = (*(None for _ in _COLUMNS), *(widest for _ in _WIDE), *(remaps for _ in _REMAPS))
-            for name, width in zip((*_COLUMNS, *_WIDE, *_REMAPS), widths, strict=True):
+            columns: dict[str, Any] = {}
+            wide = dict.fromkeys(("seq_lens", "requests", *lens), widest)
+            for name, width in (dict.fromkeys(_COLUMNS) | wide | dict.fromkeys(_REMAPS, remaps)).items():
                 size = rows * (1 if width is None else width)
                 flat = np.frombuffer(self._memory, np.int32, size, at).astype(np.int64)
                 columns[name] = flat if width is None else flat.reshape(rows, width)
                 at += 4 * size
+            columns["lens"] = {name: columns.pop(name) for name in lens}
             found.append(columns)
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from dsa_verify.contract.geometry import Geometry
@@ -19,27 +19,21 @@ class Round:
     """One replay.
 
     `bucket`: the batch size whose graph is replayed; `seq_lens`, `requests`: one entry a live request (their number is
-    the raw batch), lengths in tokens and rows of `req_to_token`. `extend_lens`: draft-extend only, tokens of each
-    request, all N where it is None. `accept_lens`: draft-extend with a pooled indexer only, accepted tokens of each
-    request, 1 to N, all N where it is None. `remap`: request rows that move to other pages before this round.
+    the raw batch), lengths in tokens and rows of `req_to_token`. `lens`: by name, what the round says of each request
+    beside them, as the system has it (`System.lens`), one entry each; each is an attribute, too (`round.extend_lens`).
+    `remap`: request rows that move to other pages before this round.
     `prefixes`: (row, origin, pages) of rows in `remap` that a prefix cache serves: the first `pages` allocator pages of
     `row` are those that request row `origin` had in the round before, itself or another; only those behind are new.
-    `verify_lens`: ragged_verify only, tokens to verify of each request, 1 to N (contract 9). `replay_floors`: padded
-    with `request_floors` only, the first position of each request that the replay may read, one a request row; all
-    `replay_floor` where it is None (contract 7.1).
     `poison`: what the outputs hold before the replay. `twice`: replay the subject a second time on the same inputs;
     nothing may change. `foreign`: other work runs before this round, the eager preparation of another bucket
-    and what the subject has for `foreign_work`. `seed`: dcp only, what the values that a round does not list are hashed
-    from (systems/dcp_inputs.py).
+    and what the subject has for `foreign_work`. `seed`: of systems that are `seeded`, what the values that a round does
+    not list are hashed from (systems/dcp_inputs.py).
     """
 
     bucket: int
     seq_lens: tuple[int, ...]
     requests: tuple[int, ...]
-    extend_lens: tuple[int, ...] | None = None
-    accept_lens: tuple[int, ...] | None = None
-    verify_lens: tuple[int, ...] | None = None
-    replay_floors: tuple[int, ...] | None = None
+    lens: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict, hash=False)
     remap: tuple[int, ...] = ()
     prefixes: tuple[tuple[int, int, int], ...] = ()
     poison: str = "loud"
@@ -47,14 +41,30 @@ class Round:
     foreign: bool = False
     seed: int = 0
 
+    def __getattr__(self, name: str) -> tuple[int, ...]:
+        """A count that the round says."""
+        lens: Mapping[str, tuple[int, ...]] = object.__getattribute__(self, "lens")
+        if name not in lens:
+            raise AttributeError(f"this round says no {name!r}; it says {', '.join(lens) or 'nothing of the kind'}")
+        return lens[name]
+
     @property
     def raw_batch(self) -> int:
         return len(self.seq_lens)
+
+    def replace(self, **changes: Any) -> Round:
+        """Return this round with other fields or counts; a count is no longer said where it is None."""
+        fields = {name: changes.pop(name) for name in [*changes] if name in _FIELDS}
+        lens = {name: values for name, values in {**self.lens, **changes}.items() if values is not None}
+        return dataclasses.replace(self, **{"lens": lens, **fields})
 
     def with_remap(self, rows: Iterable[int]) -> Round:
         """Return this round with `rows` moving, those that take a prefix still taking it."""
         remap = tuple(rows)
         return dataclasses.replace(self, remap=remap, prefixes=tuple(p for p in self.prefixes if p[0] in remap))
+
+
+_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(Round))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,10 +103,10 @@ class Scenario:
         return "{\n" + ",\n".join(lines) + f',\n  "rounds": [\n{rounds}\n  ]\n}}\n'
 
 
-def one_floor_each(requests: Sequence[int], floors: Sequence[int]) -> tuple[int, ...]:
-    """Return `floors`, with the floor of the first batch row of each request in all of its rows."""
+def one_each(requests: Sequence[int], values: Sequence[int]) -> tuple[int, ...]:
+    """Return `values`, with that of the first batch row of each request in all of its rows."""
     first: dict[int, int] = {}
-    return tuple(first.setdefault(request, floor) for request, floor in zip(requests, floors, strict=True))
+    return tuple(first.setdefault(request, value) for request, value in zip(requests, values, strict=True))
 
 
 def _round_to_dict(round_: Round) -> dict[str, Any]:
@@ -105,10 +115,8 @@ def _round_to_dict(round_: Round) -> dict[str, Any]:
         "seq_lens": round_.seq_lens,
         "requests": round_.requests,
         "poison": round_.poison,
+        **round_.lens,
     }
-    for key in ("extend_lens", "accept_lens", "verify_lens", "replay_floors"):
-        if (lens := getattr(round_, key)) is not None:
-            data[key] = lens
     if round_.remap:
         data["remap"] = round_.remap
     if round_.prefixes:

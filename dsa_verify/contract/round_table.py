@@ -8,7 +8,7 @@ token bound of each request, the token rows of this round and the request each o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -25,7 +25,6 @@ from dsa_verify.contract.system import System
 PAGE_ID_MULTIPLIER: Final = 0x9E3779B1  # odd, so multiplying permutes the ids modulo a power of two
 
 Array = npt.NDArray[np.int64]
-_COLUMNS: Final = {"req_pool_indices": "requests"}  # where an input is called otherwise than its column
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +32,10 @@ class RoundTable:
     """M rounds, padded to the widest bucket B and the most token rows T. All arrays are int64.
 
     `bucket`, `raw`, `poison` (index into POISONS), `twice`, `foreign`, `seed`, `token_rows`: [M]. `seq_lens`,
-    `requests`, `extend_lens`, `accept_lens`, `verify_lens`, `replay_floors`, `live_tokens`, `live_candidates`: [M, B].
-    `row_request`: [M, T], the batch row that owns each token row (0 beyond `token_rows`). `remap_rows`,
-    `remap_generations`: [M, R], row -1 where there is none; the first `remap_pages` pages of such a row are those that
-    `remap_origins` had (0 of row 0: none). `ragged`, `accepts`, `verifies`, `floors`: whether rounds of this system say
-    extend, accept, verify lengths, floors.
+    `requests`, `live_tokens`, `live_candidates`: [M, B]. `lens`: by name, [M, B] of each drawn input of the system's
+    own, of which rounds say those in `said`. `row_request`: [M, T], the batch row that owns each token row (0 beyond
+    `token_rows`). `remap_rows`, `remap_generations`: [M, R], row -1 where there is none; the first `remap_pages` pages
+    of such a row are those that `remap_origins` had (0 of row 0: none).
     """
 
     bucket: Array
@@ -49,10 +47,8 @@ class RoundTable:
     token_rows: Array
     seq_lens: Array
     requests: Array
-    extend_lens: Array
-    accept_lens: Array
-    verify_lens: Array
-    replay_floors: Array
+    lens: Mapping[str, Array]
+    said: tuple[str, ...]
     live_tokens: Array
     live_candidates: Array
     row_request: Array
@@ -60,18 +56,13 @@ class RoundTable:
     remap_generations: Array
     remap_origins: Array
     remap_pages: Array
-    ragged: bool
-    accepts: bool
-    verifies: bool
-    floors: bool
 
     def __len__(self) -> int:
         return len(self.bucket)
 
     def drawn(self, name: str) -> Array:
         """Return the column that the static input `name` is filled from: [M, B]."""
-        column: Array = getattr(self, _COLUMNS.get(name, name))
-        return column
+        return {"seq_lens": self.seq_lens, "req_pool_indices": self.requests, **self.lens}[name]
 
     def rounds(self) -> list[Round]:
         """Return all rows as `Round`s."""
@@ -84,10 +75,7 @@ class RoundTable:
             bucket=int(self.bucket[i]),
             seq_lens=tuple(self.seq_lens[i, :raw].tolist()),
             requests=tuple(self.requests[i, :raw].tolist()),
-            extend_lens=tuple(self.extend_lens[i, :raw].tolist()) if self.ragged else None,
-            accept_lens=tuple(self.accept_lens[i, :raw].tolist()) if self.accepts else None,
-            verify_lens=tuple(self.verify_lens[i, :raw].tolist()) if self.verifies else None,
-            replay_floors=tuple(self.replay_floors[i, :raw].tolist()) if self.floors else None,
+            lens={name: tuple(self.lens[name][i, :raw].tolist()) for name in self.said},
             remap=tuple(int(row) for row in self.remap_rows[i] if row >= 0),
             prefixes=tuple(
                 (int(self.remap_rows[i, slot]), int(self.remap_origins[i, slot]), int(self.remap_pages[i, slot]))
@@ -113,16 +101,13 @@ def tabulate(
 
     `remap_slots`: request rows that may move in one round; None: as many as do in the round that moves most. UsageError
     for a round that does not fit: more rows that move, more requests than its bucket or a bucket above
-    `widest_bucket`, and lengths that a write plan leaves undefined (contract 4.2).
+    `widest_bucket`, counts that the system has not, and lengths that a write plan leaves undefined (contract 4.2).
     """
-    count, n = len(rounds), geometry.draft_tokens
+    count, said = len(rounds), system.lens(geometry)
     slots = remap_slots if remap_slots is not None else max((len(r.remap) for r in rounds), default=0)
     seq_lens = np.full((count, widest_bucket), system.pad_length(geometry), np.int64)
     requests = np.full((count, widest_bucket), PAD_REQUEST, np.int64)
-    extend_lens = np.full((count, widest_bucket), n, np.int64)
-    accept_lens = np.full((count, widest_bucket), n, np.int64)
-    verify_lens = np.zeros((count, widest_bucket), np.int64)
-    replay_floors = np.full((count, widest_bucket), geometry.own.get("replay_floor", 0), np.int64)
+    lens = {spec.name: np.full((count, widest_bucket), spec.pad, np.int64) for spec in system.drawn(geometry)}
     remap_rows = np.full((count, slots), -1, np.int64)
     remap_generations, remap_origins, remap_pages = (np.zeros((count, slots), np.int64) for _ in range(3))
     for i, round_ in enumerate(rounds):
@@ -130,17 +115,14 @@ def tabulate(
         _check_fits(round_, widest_bucket, slots, where=f"rounds[{i}].")
         system.check_lengths(geometry, round_.seq_lens, where=f"rounds[{i}].")
         if system.check_round is not None:
-            system.check_round(geometry, round_.bucket, round_.verify_lens or (), f"rounds[{i}].")
+            has = {name: round_.lens.get(name, ()) for name in said}
+            system.check_round(geometry, round_.bucket, has, f"rounds[{i}].")
         seq_lens[i, :raw] = round_.seq_lens
         requests[i, :raw] = round_.requests
-        if round_.extend_lens is not None:
-            extend_lens[i, :raw] = round_.extend_lens
-        if round_.accept_lens is not None:
-            accept_lens[i, :raw] = round_.accept_lens
-        if round_.verify_lens is not None:
-            verify_lens[i, :raw] = round_.verify_lens
-        if round_.replay_floors is not None:
-            replay_floors[i, :raw] = round_.replay_floors
+        for name, values in round_.lens.items():
+            if name not in said:
+                raise UsageError(f"rounds[{i}].{name}: {system.why_not(name)}")
+            lens[name][i, :raw] = values
         taken = {row: (origin, pages) for row, origin, pages in round_.prefixes}
         for slot, row in enumerate(dict.fromkeys(round_.remap)):
             generations[row] += 1
@@ -158,10 +140,7 @@ def tabulate(
         seed=np.array([r.seed for r in rounds], np.int64),
         seq_lens=seq_lens,
         requests=requests,
-        extend_lens=extend_lens,
-        accept_lens=accept_lens,
-        verify_lens=verify_lens,
-        replay_floors=replay_floors,
+        lens=lens,
         remap_rows=remap_rows,
         remap_generations=remap_generations,
         remap_origins=remap_origins,
@@ -176,9 +155,8 @@ def _check_fits(round_: Round, widest_bucket: int, remap_slots: int, *, where: s
         raise UsageError(f"{where}bucket: {round_.bucket} exceeds {widest_bucket}, the widest of this run; capture it")
     if raw > round_.bucket:
         raise UsageError(f"{where}seq_lens: {raw} requests exceed the bucket of {round_.bucket}; use a wider bucket")
-    lens = {"requests": round_.requests, "extend_lens": round_.extend_lens, "accept_lens": round_.accept_lens}
-    for name, values in (lens | {"verify_lens": round_.verify_lens}).items():
-        if values is not None and len(values) != raw:
+    for name, values in {"requests": round_.requests, **round_.lens}.items():
+        if len(values) != raw:
             raise UsageError(f"{where}{name}: {len(values)} entries for {raw} seq_lens; give one a request")
     if moves > remap_slots:
         raise UsageError(
@@ -198,10 +176,7 @@ def complete_table(
     seed: Array,
     seq_lens: Array,
     requests: Array,
-    extend_lens: Array,
-    accept_lens: Array,
-    verify_lens: Array,
-    replay_floors: Array,
+    lens: Mapping[str, Array],
     remap_rows: Array,
     remap_generations: Array,
     remap_origins: Array,
@@ -216,11 +191,10 @@ def complete_table(
         raw=raw[:, None],
         tokens=np.array([system.capacity(geometry, int(each)) for each in bucket], np.int64)[:, None],
         seq_lens=seq_lens,
-        lens={"extend_lens": extend_lens, "accept_lens": accept_lens, "verify_lens": verify_lens},
+        lens=lens,
     )
     owned = owned_rows(np, system, geometry, batch)
     row_request, token_rows = owners(np, batch, owned, np.arange(system.capacity(geometry, widest)))
-    lens = system.lens(geometry)
     return RoundTable(
         bucket=bucket,
         raw=raw,
@@ -231,10 +205,8 @@ def complete_table(
         token_rows=token_rows[:, 0],
         seq_lens=seq_lens,
         requests=requests,
-        extend_lens=extend_lens,
-        accept_lens=accept_lens,
-        verify_lens=verify_lens,
-        replay_floors=replay_floors,
+        lens=lens,
+        said=tuple(system.lens(geometry)),
         live_tokens=live_tokens(system, batch, owned),
         live_candidates=live_candidates(np, system, geometry, batch),
         row_request=row_request,
@@ -242,10 +214,6 @@ def complete_table(
         remap_generations=remap_generations,
         remap_origins=remap_origins,
         remap_pages=remap_pages,
-        ragged="extend_lens" in lens,
-        accepts="accept_lens" in lens,
-        verifies="verify_lens" in lens,
-        floors=system.floors(geometry),
     )
 
 

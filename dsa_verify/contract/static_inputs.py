@@ -20,6 +20,10 @@ class StaticInput:
     `axis`, each of shape `item`; the rest of a padded replay holds `pad`. `low` <= v < `high`: the legal live values,
     of which a poisoned tail is made. `columns_apart`: whether a strided view has gaps between the elements of a row,
     too, which no contract promises to be adjacent.
+
+    What is drawn is a count, one a request, that a round says under this name (`Round.lens`), unless it is not `said`;
+    all are `pad` where it does not, and it must if the count is `needed`. `limit`: what messages call the greatest
+    value. `of_row`: whether the value belongs to the request row, so that all batch rows of it have the same.
     """
 
     name: str
@@ -32,6 +36,10 @@ class StaticInput:
     item: tuple[int, ...] = ()
     drawn: bool = True
     columns_apart: bool = False
+    said: bool = True
+    needed: bool = False
+    limit: str = "the limit"
+    of_row: bool = False
 
     def shape(self, batch: int) -> tuple[int, ...]:
         """Return the shape for a batch of `batch` requests."""

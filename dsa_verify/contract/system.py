@@ -59,14 +59,6 @@ def one(geometry: Geometry) -> int:
     return 1
 
 
-def nothing(geometry: Geometry) -> Mapping[str, int]:
-    return {}
-
-
-def never(geometry: Geometry) -> bool:
-    return False
-
-
 def no_inputs(geometry: Geometry) -> tuple[StaticInput, ...]:
     return ()
 
@@ -104,13 +96,12 @@ class System:
     whether `seq_lens` is the prefix before the draft, so that the draft's tokens are live beyond it (contract 1.2,
     9). `owns`: how many token rows each request owns, where requests differ (live.py).
 
-    What a round says. `lens(geometry)`: the per-request counts beside its lengths, and the least value of each; the
-    greatest is N. `floors(geometry)`: whether each request has a replay floor (contract 7.1). `seeded`: whether values
-    that a round does not list are hashed from its seed. `refusals`: by key of a round that only some geometries of the
-    system have, why the others have not, and the remedy. `check_round(geometry, bucket, verify_lens,
-    where)`: UsageError for counts that do not fit.
+    What a round says. `seeded`: whether values that a round does not list are hashed from its seed. `refusals`: by key
+    of a round that only some geometries of the system have, why the others have not, and the remedy.
+    `check_round(geometry, bucket, lens, where)`: UsageError for counts, by name, that do not fit.
 
-    Inputs. `own_inputs(geometry)`: those beside lengths and requests. `constants`: by name, those without rows of the
+    Inputs. `own_inputs(geometry)`: those beside lengths and requests, of which the drawn ones are counts that a round
+    says of each request. `constants`: by name, those without rows of the
     batch. `derive(geometry, drawn, req_to_token, seed)`: those that are not drawn. `told`: those whose values explain a
     difference. `unknowable`: why a check of a live server cannot know what the outputs must be.
 
@@ -146,11 +137,9 @@ class System:
     adds_draft: bool = False
     owns: Fewer | None = None
 
-    lens: Callable[[Geometry], Mapping[str, int]] = nothing
-    floors: Callable[[Geometry], bool] = never
     seeded: bool = False
     refusals: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    check_round: Callable[[Geometry, int, Sequence[int] | None, str], None] | None = None
+    check_round: Callable[[Geometry, int, Mapping[str, Sequence[int]], str], None] | None = None
 
     own_inputs: Callable[[Geometry], tuple[StaticInput, ...]] = no_inputs
     constants: Mapping[str, Callable[[Geometry, torch.device], torch.Tensor]] = dataclasses.field(default_factory=dict)
@@ -253,6 +242,14 @@ class System:
             StaticInput(name="req_pool_indices", dtype=index, pad=PAD_REQUEST, low=1, high=rows),
             *self.own_inputs(geometry),
         )
+
+    def drawn(self, geometry: Geometry) -> tuple[StaticInput, ...]:
+        """Return the inputs of its own that a table of rounds has a column for."""
+        return tuple(spec for spec in self.own_inputs(geometry) if spec.drawn)
+
+    def lens(self, geometry: Geometry) -> dict[str, StaticInput]:
+        """Return the counts that rounds say of each request, by name."""
+        return {spec.name: spec for spec in self.drawn(geometry) if spec.said}
 
     def takes(self, geometry: Geometry, name: str) -> bool:
         """Return whether `name` is one of its inputs that have rows of the batch."""

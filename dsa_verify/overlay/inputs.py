@@ -136,7 +136,7 @@ class LegalInputs:
         return found
 
     def _limits_of(self, name: str, request_rows: int) -> tuple[int, int]:
-        geometry, n = self._geometry, self._geometry.draft_tokens
+        geometry = self._geometry
         if name == "seq_lens":
             return self._system.shortest_length(geometry), geometry.context
         if name == "req_pool_indices":
@@ -144,9 +144,8 @@ class LegalInputs:
         if name == "out_cache_loc":
             assert self._taken.full_to_swa is not None, "padded has a map into the window's pool (contract 7.1)"
             return 0, self._taken.full_to_swa.numel() - 2  # the last entry stands for none
-        if name == "replay_floors":
-            return 0, geometry.context
-        return (1 if name == "accept_lens" else 0), n
+        spec = self._specs[name]
+        return min(spec.low, spec.pad), spec.high - 1
 
     def _keep_slots_in_the_pool(self, pool: int) -> None:
         """Keep the slots in the pool, since the oracle translates the slots of live positions. The first is read even

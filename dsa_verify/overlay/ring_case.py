@@ -18,13 +18,12 @@ from typing import Final
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import Geometry
-from dsa_verify.contract.round import Round, Scenario, one_floor_each
+from dsa_verify.contract.round import Round, Scenario, one_each
 from dsa_verify.contract.static_inputs import PAD_REQUEST
 from dsa_verify.contract.system import System
 from dsa_verify.rounds.case_file import parse_case
 
 MAX_CASE_BYTES: Final = 100_000
-_COUNTS: Final = ("extend_lens", "accept_lens", "verify_lens")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,9 +129,9 @@ def _why_unusable(each: Recorded, system: System, geometry: Geometry) -> str | N
             return f"a length outside 0..context {geometry.context}"
     if any(request < 0 for request in each.requests):
         return "a request row below 0"
-    for name, least in system.lens(geometry).items():
-        if any(not least <= value <= geometry.draft_tokens for value in each.lens.get(name, ())):
-            return f"{name} outside {least}..draft_tokens {geometry.draft_tokens}"
+    for name, spec in system.lens(geometry).items():
+        if any(not spec.low <= value < spec.high for value in each.lens.get(name, ())):
+            return f"{name} outside {spec.low}..{spec.limit} {spec.high - 1}"
     return None
 
 
@@ -191,17 +190,17 @@ def _round(each: Recorded, system: System, geometry: Geometry, names: _Names) ->
     for request, pages in zip(each.requests, each.pages, strict=True):
         if names.has_moved(request, pages) and request != PAD_REQUEST:
             remap.append(names.name(request))
-    lens = {name: each.lens[name] for name in system.lens(geometry)}
-    assert set(lens) <= set(_COUNTS), f"a round cannot say {set(lens) - set(_COUNTS)}"
-    if system.floors(geometry):
-        lens["replay_floors"] = one_floor_each(each.requests, each.lens["replay_floors"])
+    lens = {
+        name: one_each(each.requests, each.lens[name]) if spec.of_row else each.lens[name]
+        for name, spec in system.lens(geometry).items()
+    }
     return Round(
         bucket=each.bucket,
         seq_lens=each.seq_lens,
         requests=tuple(names.name(request) for request in each.requests),
         remap=tuple(dict.fromkeys(remap)),
         poison="stale",  # a server poisons nothing: what a replay does not write is what the one before left
-        **lens,  # type: ignore[arg-type]
+        lens=lens,
     )
 
 

@@ -6,6 +6,7 @@ outside its limit is refused with one line that names the path, the value, the l
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, Final
 from dsa_verify.base.errors import UsageError
 from dsa_verify.base.small_file import cannot_be_read, check_case
 from dsa_verify.contract.geometry import MAX_BATCH, PRESETS, Geometry
-from dsa_verify.contract.round import CASE_SCHEMA, POISONS, SEED_LIMIT, Round, Scenario, one_floor_each
+from dsa_verify.contract.round import CASE_SCHEMA, POISONS, SEED_LIMIT, Round, Scenario, one_each
 from dsa_verify.contract.system import System
 from dsa_verify.systems.catalogue import SYSTEMS, reference_of, system_of_case
 
@@ -110,21 +111,14 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _read_round(data: Any, path: str, system: System, geometry: Geometry, buckets: Sequence[int]) -> Round:
     body = _Reader(data, path)
-    body.only(
-        "bucket",
-        "seq_lens",
-        "requests",
-        "extend_lens",
-        "accept_lens",
-        "verify_lens",
-        "replay_floors",
-        "remap",
-        "prefixes",
-        "poison",
-        "twice",
-        "foreign",
-        "seed",
-    )
+    said = system.lens(geometry)
+    names = [field.name for field in dataclasses.fields(Round)]
+    at = names.index("lens")
+    names[at : at + 1] = said
+    for key in body.data:
+        if key not in names and (key in system.refusals or key in _counts()):
+            raise UsageError(f"{body.at(key)}: {system.why_not(key)}")
+    body.only(*names)
     bucket = body.integer("bucket", 1, MAX_BATCH)
     if bucket not in buckets:
         raise UsageError(f"{path}.bucket: {bucket} is not captured; buckets are {list(buckets)}, add it there")
@@ -134,33 +128,32 @@ def _read_round(data: Any, path: str, system: System, geometry: Geometry, bucket
         raise UsageError(f"{path}.seq_lens: raw batch {len(seq_lens)} exceeds bucket {bucket}; use a larger bucket")
     requests = body.integers("requests", 0, rows - 1, "the last request row")
     system.check_lengths(geometry, seq_lens, where=f"{path}.")
-    lens = {key: _read_lens(body, key, system, geometry) for key in ("extend_lens", "accept_lens", "verify_lens")}
-    replay_floors = _read_floors(body, system, geometry)
+    lens = {
+        key: body.integers(key, spec.low, spec.high - 1, spec.limit) for key, spec in said.items() if key in body.data
+    }
     if system.check_round is not None:
-        system.check_round(geometry, bucket, lens["verify_lens"], f"{path}.")
-    per_request = {"requests": requests, **lens, "replay_floors": replay_floors}
-    for key, values in per_request.items():
-        if values is not None and len(values) != len(seq_lens):
+        system.check_round(geometry, bucket, lens, f"{path}.")
+    for key, values in {"requests": requests, **lens}.items():
+        if len(values) != len(seq_lens):
             raise UsageError(f"{path}.{key}: {len(values)} entries for {len(seq_lens)} seq_lens; give one a request")
-    if replay_floors is not None and one_floor_each(requests, replay_floors) != replay_floors:
-        raise UsageError(
-            f"{path}.replay_floors: two batch rows of one request have different floors, which belong to its row "
-            "(contract 7.1); give both the same"
-        )
+        if key in said and said[key].of_row and one_each(requests, values) != values:
+            raise UsageError(
+                f"{path}.{key}: two batch rows of one request have different values, which belong to its row; give "
+                "both the same"
+            )
     # Row 0 is the pad request and stays all zero (contract 0.1).
     remap = body.integers("remap", 1, rows - 1, "the last request row", default=())
     return Round(
         bucket=bucket,
         seq_lens=seq_lens,
         requests=requests,
-        replay_floors=replay_floors,
+        lens=lens,
         remap=remap,
         prefixes=_read_prefixes(body, geometry, remap),
         poison=body.choice("poison", POISONS, default="loud"),
         twice=body.get("twice", bool, False),
         foreign=body.get("foreign", bool, False),
         seed=_read_seed(body, system),
-        **lens,
     )
 
 
@@ -187,25 +180,16 @@ def _read_prefixes(body: _Reader, geometry: Geometry, remap: Sequence[int]) -> t
     return tuple(found.values())
 
 
-def _read_lens(body: _Reader, key: str, system: System, geometry: Geometry) -> tuple[int, ...] | None:
-    least = system.lens(geometry).get(key)
-    _refuse_unless(least is not None, body, key, system)
-    return None if key not in body.data else body.integers(key, least or 0, geometry.draft_tokens, "draft_tokens")
-
-
-def _read_floors(body: _Reader, system: System, geometry: Geometry) -> tuple[int, ...] | None:
-    _refuse_unless(system.floors(geometry), body, "replay_floors", system)
-    return None if "replay_floors" not in body.data else body.integers("replay_floors", 0, geometry.context, "context")
-
-
 def _read_seed(body: _Reader, system: System) -> int:
-    _refuse_unless(system.seeded, body, "seed", system)
+    if "seed" in body.data and not system.seeded:
+        raise UsageError(f"{body.at('seed')}: {system.why_not('seed')}")
     return body.integer("seed", 0, SEED_LIMIT - 1, 0)
 
 
-def _refuse_unless(has: bool, body: _Reader, key: str, system: System) -> None:
-    if key in body.data and not has:
-        raise UsageError(f"{body.at(key)}: {system.why_not(key)}")
+def _counts() -> frozenset[str]:
+    """Return the counts of all shipped systems, some of which another may be asked for by mistake."""
+    usual = [(system, system.geometry(system.preset("cpu"))) for system in SYSTEMS.values()]
+    return frozenset(name for system, geometry in usual for name in (*system.lens(geometry), *system.refusals))
 
 
 _REQUIRED: Final = object()

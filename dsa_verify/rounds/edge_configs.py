@@ -152,7 +152,7 @@ def _live_to_the_end(system: System, geometry: Geometry, batch: int) -> tuple[Ro
     """Rounds without pad rows, so that what lies beyond element 2**31 is live: each request is there many times."""
     lengths, requests = np.resize(boundaries(geometry), batch), np.resize(range(1, geometry.request_rows), batch)
     # All that a request may verify, so that a graph's token rows are all theirs (contract 9).
-    verify_lens = (geometry.draft_tokens,) * batch if "verify_lens" in system.lens(geometry) else None
+    lens = {name: (spec.high - 1,) * batch for name, spec in system.lens(geometry).items() if spec.needed}
     rounds = []
     for i in range(ROUNDS):
         lengths, requests = np.roll(lengths, i), np.roll(requests, i)
@@ -162,7 +162,7 @@ def _live_to_the_end(system: System, geometry: Geometry, batch: int) -> tuple[Ro
                 bucket=batch,
                 seq_lens=tuple(ends),
                 requests=tuple(requests.tolist()),
-                verify_lens=verify_lens,
+                lens=lens,
                 poison=POISONS[i],
             )
         )

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import WARM_UPS, Geometry
-from dsa_verify.contract.round import POISONS, SEED_LIMIT, Round, one_floor_each
+from dsa_verify.contract.round import POISONS, SEED_LIMIT, Round, one_each
 from dsa_verify.contract.round_table import Array, RoundTable, complete_table, tabulate
 from dsa_verify.contract.schedule_variants import VARIANTS, Placement
 from dsa_verify.contract.static_inputs import PAD_REQUEST
@@ -194,10 +194,7 @@ def _scripted(config: Config, rng: np.random.Generator, count: int) -> list[Roun
                 bucket=bucket,
                 seq_lens=tuple(lengths.tolist()),
                 requests=tuple(requests.tolist()),
-                extend_lens=_script_extends(config, i, raw),
-                accept_lens=_script_accepts(config, i, raw),
-                verify_lens=_script_verify_lens(config, i, bucket, raw),
-                replay_floors=_script_floors(config, i, lengths, requests),
+                lens=_script_lens(config, i, bucket, lengths, requests),
                 remap=tuple(dict.fromkeys(remap.tolist())),
                 prefixes=_script_prefixes(i, spare, remap.tolist(), rows),
                 poison=POISONS[i % len(POISONS)],
@@ -241,32 +238,39 @@ def _in_turn(rounds: tuple[int, int, int], i: int, raw: int) -> int:
     return dict(zip(rounds, (0, raw // 2, raw - 1), strict=True)).get(i, -1) if raw > 2 else -1
 
 
-def _script_extends(config: Config, i: int, raw: int) -> tuple[int, ...] | None:
-    """Return lengths that are ragged with a zero in some rounds, nothing at all in one; all N otherwise, or where
-    rounds do not say them."""
-    if "extend_lens" not in config.system.lens(config.geometry) or i not in (*_RAGGED, _NONE_EXTENDS):
-        return None
-    row = np.arange(raw)
-    ragged = np.where(row == _in_turn(_RAGGED, i, raw), 0, 1 + (i // 2 + row) % config.geometry.draft_tokens)
-    return tuple((ragged * (i != _NONE_EXTENDS)).tolist())
+def _script_lens(config: Config, i: int, bucket: int, lengths: Array, requests: Array) -> dict[str, tuple[int, ...]]:
+    """Return what round `i` says of each request beside its length."""
+    found: dict[str, tuple[int, ...]] = {}
+    row = np.arange(len(lengths))
+    for name, spec in config.system.lens(config.geometry).items():
+        match name:
+            case "extend_lens":
+                if i not in (*_RAGGED, _NONE_EXTENDS):
+                    continue  # all N
+                values = _script_extends(config, i, row)
+            case "verify_lens":
+                values = _script_verify_lens(config, i, bucket, row)
+            case "replay_floors":
+                values = _script_floors(config, i, lengths)
+            case _:  # from the least to the greatest in turn
+                values = spec.low + (i + row) % (spec.high - spec.low)
+        found[name] = one_each(requests.tolist(), values.tolist()) if spec.of_row else tuple(values.tolist())
+    return found
 
 
-def _script_accepts(config: Config, i: int, raw: int) -> tuple[int, ...] | None:
-    """Return 1 to N accepted tokens in turn, where rounds say them."""
-    if "accept_lens" not in config.system.lens(config.geometry):
-        return None
-    return tuple(1 + (i + row) % config.geometry.draft_tokens for row in range(raw))
+def _script_extends(config: Config, i: int, row: Array) -> Array:
+    """Return lengths that are ragged with a zero, or nothing at all."""
+    ragged = np.where(row == _in_turn(_RAGGED, i, len(row)), 0, 1 + (i // 2 + row) % config.geometry.draft_tokens)
+    return ragged * (i != _NONE_EXTENDS)
 
 
-def _script_floors(config: Config, i: int, lengths: Array, requests: Array) -> tuple[int, ...] | None:
+def _script_floors(config: Config, i: int, lengths: Array) -> Array:
     """Floors in the window of each request, at both its ends and beyond, and none, in turn (contract 7.1)."""
     geometry = config.geometry
-    if not config.system.floors(geometry):
-        return None
     before = np.array([0, geometry.window // 2, 1, geometry.window - 1, geometry.window, -1])
     turn = (i + np.arange(len(lengths))) % (len(before) + 1)
-    floors = np.where(turn == 0, 0, np.clip(lengths - before[turn - 1], 0, geometry.context))
-    return one_floor_each(requests.tolist(), floors.tolist())
+    floors: Array = np.where(turn == 0, 0, np.clip(lengths - before[turn - 1], 0, geometry.context))
+    return floors
 
 
 def _spare_pages(config: Config, lengths: Array, requests: Array) -> dict[int, int]:
@@ -294,13 +298,12 @@ def _script_prefixes(
     return ((row, origin, pages),) if pages else ()
 
 
-def _script_verify_lens(config: Config, i: int, bucket: int, raw: int) -> tuple[int, ...] | None:
+def _script_verify_lens(config: Config, i: int, bucket: int, row: Array) -> Array:
     """Return 1 to N tokens in turn, as far as the graph has room."""
-    if "verify_lens" not in config.system.lens(config.geometry):
-        return None
-    wanted = 1 + (i + np.arange(raw) * 3) % config.geometry.draft_tokens
+    wanted = 1 + (i + row * 3) % config.geometry.draft_tokens
     room = np.array([config.system.capacity(config.geometry, bucket)])
-    return tuple(_within(wanted[None, :], room)[0].tolist())
+    cut: Array = _within(wanted[None, :], room)[0]
+    return cut
 
 
 def _within(wanted: Array, room: Array) -> Array:
@@ -350,20 +353,20 @@ def _random(config: Config, rng: np.random.Generator, count: int, generations: A
         generations[remap_rows[i, slot]] += 1
         remap_generations[i, slot] = generations[remap_rows[i, slot]]
     remap_origins, remap_pages = _prefixes(config, rng, lengths, np.where(live, requests, PAD_REQUEST), remap_rows)
+    poison = rng.integers(0, len(POISONS), size=count)
+    twice = (rng.random(count) < 0.02).astype(np.int64)
+    lens, seed = _lens(config, rng, bucket, lengths, requests, live)
     return complete_table(
         config.system,
         geometry,
         bucket=bucket,
         raw=raw,
-        poison=rng.integers(0, len(POISONS), size=count),
-        twice=(rng.random(count) < 0.02).astype(np.int64),
+        poison=poison,
+        twice=twice,
         seq_lens=np.where(live, lengths, config.system.pad_length(geometry)),
         requests=np.where(live, requests, PAD_REQUEST),
-        extend_lens=_extend_lens(config, rng, live),
-        verify_lens=_verify_lens(config, rng, bucket, live),
-        replay_floors=_floors(config, rng, lengths, requests, live),
-        seed=rng.integers(0, SEED_LIMIT, size=count) if config.system.seeded else np.zeros(count, np.int64),
-        accept_lens=np.where(live, rng.integers(1, geometry.draft_tokens + 1, size=shape), geometry.draft_tokens),
+        lens=lens,
+        seed=seed,
         remap_rows=remap_rows,
         remap_generations=remap_generations,
         remap_origins=remap_origins,
@@ -389,6 +392,37 @@ def _prefixes(
     return origins, pages
 
 
+def _lens(
+    config: Config,
+    rng: np.random.Generator,
+    bucket: Array,
+    lengths: Array,
+    requests: Array,
+    live: npt.NDArray[np.bool_],
+) -> tuple[dict[str, Array], Array]:
+    """Return [M, B] of each of the system's drawn inputs, and the seeds [M]. The same draws are made for all shipped
+    systems, in this order, whichever are used: rounds of a seed stay what they were."""
+    system, geometry = config.system, config.geometry
+    said, n = system.lens(geometry), geometry.draft_tokens
+    drawn = {"extend_lens": _extend_lens(config, rng, live)}
+    if "verify_lens" in said:
+        drawn["verify_lens"] = _verify_lens(config, rng, bucket, live)
+    if "replay_floors" in said:
+        drawn["replay_floors"] = _floors(config, rng, lengths, requests)
+    seed = rng.integers(0, SEED_LIMIT, size=len(bucket)) if system.seeded else np.zeros_like(bucket)
+    drawn["accept_lens"] = rng.integers(1, n + 1, size=live.shape)
+    for name, spec in said.items():
+        if name not in drawn:
+            width = geometry.request_rows if spec.of_row else live.shape[1]
+            values = rng.integers(spec.low, spec.high, size=(len(bucket), width))
+            drawn[name] = np.take_along_axis(values, requests, axis=1) if spec.of_row else values
+    columns = {
+        spec.name: np.where(live, drawn[spec.name], spec.pad) if spec.said else np.full(live.shape, spec.pad, np.int64)
+        for spec in system.drawn(geometry)
+    }
+    return columns, seed
+
+
 def _extend_lens(config: Config, rng: np.random.Generator, live: npt.NDArray[np.bool_]) -> Array:
     """Return all N in three rounds of four; otherwise ragged, zeros included (contract 1.3)."""
     n = config.geometry.draft_tokens
@@ -397,26 +431,20 @@ def _extend_lens(config: Config, rng: np.random.Generator, live: npt.NDArray[np.
 
 
 def _verify_lens(config: Config, rng: np.random.Generator, bucket: Array, live: npt.NDArray[np.bool_]) -> Array:
-    if "verify_lens" not in config.system.lens(config.geometry):
-        return np.zeros(live.shape, np.int64)
     wanted = np.where(live, rng.integers(1, config.geometry.draft_tokens + 1, size=live.shape), 0)
     return _within(wanted, np.array([config.system.capacity(config.geometry, int(each)) for each in bucket]))
 
 
-def _floors(
-    config: Config, rng: np.random.Generator, lengths: Array, requests: Array, live: npt.NDArray[np.bool_]
-) -> Array:
+def _floors(config: Config, rng: np.random.Generator, lengths: Array, requests: Array) -> Array:
     """Return 0 of half of the request rows; else around the window of one of the lengths that the row has in this
     round."""
-    geometry, pad = config.geometry, config.geometry.own.get("replay_floor", 0)
-    if not config.system.floors(geometry):
-        return np.full_like(lengths, pad)
+    geometry = config.geometry
     shape = (len(lengths), geometry.request_rows)
     of_row = np.zeros(shape, np.int64)
     np.put_along_axis(of_row, requests, lengths, axis=1)
     of_row = np.clip(of_row - rng.integers(-2, geometry.window + 3, size=shape), 0, geometry.context)
     of_row = np.where(rng.random(shape) < 0.5, of_row, 0)
-    return np.where(live, np.take_along_axis(of_row, requests, axis=1), pad)
+    return np.take_along_axis(of_row, requests, axis=1)
 
 
 def _mostly_first(count: int) -> npt.NDArray[np.float64]:

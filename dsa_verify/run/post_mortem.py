@@ -150,8 +150,9 @@ def rounds_run(record: progress.SharedProgress, head: Scenario) -> list[Round]:
     """Return the rounds that are still known, up to and with the one that ran; the first one if it came to none."""
     from dsa_verify.contract.round_table import complete_table  # numpy, which an end with a verdict does not need
 
-    chunks = record.chunks()
-    tables = [complete_table(get_system(head.system), head.geometry, **columns) for columns in chunks]
+    system = get_system(head.system)
+    chunks = record.chunks([spec.name for spec in system.drawn(head.geometry)])
+    tables = [complete_table(system, head.geometry, **columns) for columns in chunks]
     rounds = [round_ for table in tables for round_ in table.rounds()]
     ran = record.slots[progress.ROUND] - record.slots[progress.CHUNK_START] + 1
     rest = len(tables[-1]) - max(ran, 1) if tables else 0

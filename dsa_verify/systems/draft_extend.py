@@ -23,17 +23,12 @@ def _owns(xp: Any, batch: Batch) -> Any:
     return batch.lens["extend_lens"]
 
 
-def _lens(geometry: Geometry) -> dict[str, int]:
-    found = {} if geometry.indexer else {"extend_lens": 0}
-    return found | ({"accept_lens": 1} if pooled_indexer(geometry) else {})
-
-
 def _inputs(geometry: Geometry) -> tuple[StaticInput, ...]:
     n = geometry.draft_tokens
-    found = [StaticInput(name="extend_lens", dtype="int32", pad=n, high=n + 1)]
-    if pooled_indexer(geometry):
-        found.append(StaticInput(name="accept_lens", dtype="int32", pad=n, low=1, high=n + 1))
-    return tuple(found)
+    given: dict[str, Any] = {"dtype": "int32", "pad": n, "high": n + 1, "limit": "draft_tokens"}
+    # The schedule of an indexer covers all token rows, so every request extends by N.
+    extend = StaticInput(name="extend_lens", said=not geometry.indexer, **given)
+    return (extend, StaticInput(name="accept_lens", low=1, **given)) if pooled_indexer(geometry) else (extend,)
 
 
 SYSTEM: Final = System(
@@ -47,7 +42,6 @@ SYSTEM: Final = System(
     written_back=draft_rows,
     pad_length=_pad_length,
     owns=_owns,
-    lens=_lens,
     refusals={
         "extend_lens": "the indexer's schedule covers all token rows, so every request extends by N; remove it",
         "accept_lens": "has an effect only in draft_extend with a pooled indexer; remove it",

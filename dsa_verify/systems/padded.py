@@ -143,13 +143,15 @@ def written_back(geometry: Geometry) -> int:
     return {"decode": 1, "verify": 0, "draft_block": 0, "draft_extend": geometry.draft_tokens}[geometry.padded_mode]
 
 
-def _floors(geometry: Geometry) -> bool:
-    floors: bool = geometry.request_floors
-    return floors
-
-
 def _inputs(geometry: Geometry) -> tuple[StaticInput, ...]:
-    floors = StaticInput(name="replay_floors", dtype="int32", pad=geometry.replay_floor, high=geometry.context + 1)
+    floors = StaticInput(
+        name="replay_floors",
+        dtype="int32",
+        pad=geometry.replay_floor,
+        high=geometry.context + 1,
+        limit="context",
+        of_row=True,
+    )
     return ((floors,) if geometry.request_floors else ()) + (out_cache_loc(geometry, token_rows(geometry)),)
 
 
@@ -239,7 +241,6 @@ SYSTEM: Final = System(
     sizes=SIZES,
     token_rows=token_rows,
     written_back=written_back,
-    floors=_floors,
     refusals={"replay_floors": "needs geometry.request_floors; set it"},
     own_inputs=_inputs,
     constants={"full_to_swa": _full_to_swa},

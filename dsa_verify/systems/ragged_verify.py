@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from dsa_verify.base.errors import UsageError
@@ -98,16 +98,13 @@ def _starts_at_the_length(geometry: Geometry) -> int:
     return 0
 
 
-def _lens(geometry: Geometry) -> dict[str, int]:
-    return {"verify_lens": 1}
-
-
 def _inputs(geometry: Geometry) -> tuple[StaticInput, ...]:
-    return (StaticInput(name="verify_lens", dtype="int32", low=1, high=geometry.draft_tokens + 1),)
+    high, limit = geometry.draft_tokens + 1, "draft_tokens"
+    return (StaticInput(name="verify_lens", dtype="int32", low=1, high=high, limit=limit, needed=True),)
 
 
-def _check_round(geometry: Geometry, bucket: int, verify_lens: Sequence[int] | None, where: str) -> None:
-    check_verify_lens(geometry, bucket, verify_lens, where=where)
+def _check_round(geometry: Geometry, bucket: int, lens: Mapping[str, Sequence[int]], where: str) -> None:
+    check_verify_lens(geometry, bucket, lens.get("verify_lens"), where=where)
 
 
 def _shapes(
@@ -141,7 +138,6 @@ SYSTEM: Final = System(
     written_back=_starts_at_the_length,
     adds_draft=True,
     owns=_owns,
-    lens=_lens,
     own_inputs=_inputs,
     check_round=_check_round,
     indexer=True,

@@ -234,7 +234,7 @@ def totals(round_: Round, system: System, geometry: Geometry) -> tuple[int, dict
     if "verify_lens" in system.lens(geometry):
         # A pad request, or the last one, owns what the others leave (contract 9).
         tokens = system.capacity(geometry, round_.bucket)
-        owned = np.array(padded_to_bucket(round_.verify_lens or (), round_.bucket, tokens)[0])
+        owned = np.array(padded_to_bucket(round_.lens.get("verify_lens", ()), round_.bucket, tokens)[0])
         before = np.array([*lengths, *[system.pad_length(geometry)] * pads]) - (np.cumsum(owned) - owned)
         rows = np.repeat(before, owned) + np.arange(tokens) + 1
         tiles = int((-(-rows // VARIANTS[geometry.schedule].split)).sum())
@@ -304,7 +304,7 @@ def marks(round_: Round, system: System, geometry: Geometry) -> set[Mark]:
     if geometry.indexer:
         found.update(_totals(round_, system, geometry))
         shortest = system.shortest_length(geometry)
-        counts = round_.accept_lens or (n,) * len(lengths)
+        counts = round_.lens.get("accept_lens", (n,) * len(lengths))
         residues = [(length - shortest) % geometry.pool_size for length in lengths]
         found |= {(Kind.WRITE, residue, count, "", 0) for residue, count in zip(residues, counts, strict=True)}
     return found
@@ -319,7 +319,7 @@ def _empties(lengths: Sequence[int], bucket: int) -> Iterator[str]:
 
 
 def _relations(round_: Round, n: int) -> Iterator[str]:
-    lengths, extends = round_.seq_lens, round_.extend_lens or (n,) * round_.raw_batch
+    lengths, extends = round_.seq_lens, round_.lens.get("extend_lens", (n,) * round_.raw_batch)
     yield from ["longer than the length"] * any(map(int.__gt__, extends, lengths))
     yield from ["equal to the length"] * any(map(int.__eq__, extends, lengths))
     yield from ["nothing by one request"] * (0 in extends and any(extends))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Final
 
 from dsa_verify.contract.geometry import Geometry
@@ -27,7 +26,7 @@ def force_boundary(boundary: Boundary, base: Round, system: System, geometry: Ge
     """Return `base` with `boundary` in it; `base` has the bucket and enough requests for it."""
     lengths = _lengths(boundary, base, system, geometry)
     seq_lens = defined(system, geometry, base.bucket, tuple(lengths))
-    return dataclasses.replace(base, seq_lens=seq_lens, **_other_changes(boundary, base, system, geometry))
+    return base.replace(seq_lens=seq_lens, **_other_changes(boundary, base, system, geometry))
 
 
 def _lengths(boundary: Boundary, base: Round, system: System, geometry: Geometry) -> list[int]:
@@ -55,9 +54,9 @@ def _other_changes(boundary: Boundary, base: Round, system: System, geometry: Ge
     """Return by field what `boundary` changes of `base` beside its lengths."""
     first, *others = base.requests or (0,)
     match boundary.kind:
-        case Kind.TILES | Kind.LONG_ROWS if base.verify_lens is not None:
+        case Kind.TILES | Kind.LONG_ROWS if "verify_lens" in base.lens:
             return {"verify_lens": full_rows(system, geometry, base.bucket)}
-        case Kind.WRITE if base.accept_lens is not None:
+        case Kind.WRITE if "accept_lens" in base.lens:
             return {"accept_lens": (*base.accept_lens[:-1], boundary.extra)}
         case Kind.EXTEND:
             return _extend_lens(boundary.which, base, geometry.draft_tokens)
@@ -71,7 +70,7 @@ def _other_changes(boundary: Boundary, base: Round, system: System, geometry: Ge
 
 def _extend_lens(which: str, base: Round, n: int) -> dict[str, Any]:
     if which in _EXTEND_LENGTHS:
-        return {"extend_lens": (n, *base.extend_lens[1:])} if base.extend_lens else {}
+        return {"extend_lens": (n, *base.extend_lens[1:])} if base.lens.get("extend_lens") else {}
     if which == "nothing by one request":
         return {"extend_lens": (0, *(n,) * (base.raw_batch - 1))}
     return {"extend_lens": (0 if which == "nothing at all" else n,) * base.raw_batch}

@@ -43,7 +43,7 @@ def _table(setup: ReplaySetup, specs: list[RoundSpec], generations: Array) -> Ro
     device = setup.backend.device if setup.backend.device.type == "cuda" else None
     drawn = expand_columns(specs, setup.system, setup.geometry, device)
     columns = {name: _host(values) for name, values in drawn.items()}
-    count, widest, n = len(specs), max(setup.buckets), setup.geometry.draft_tokens
+    count, widest = len(specs), max(setup.buckets)
     live = np.arange(widest)[None, :] < columns["raw"][:, None]
 
     def padded(name: str, pad: int) -> Array:
@@ -54,7 +54,6 @@ def _table(setup: ReplaySetup, specs: list[RoundSpec], generations: Array) -> Ro
 
     moves = _moves(columns, generations)
     system, geometry = setup.system, setup.geometry
-    floors = np.full((count, widest), geometry.own.get("replay_floor", 0), np.int64)
     return complete_table(
         system,
         geometry,
@@ -65,14 +64,7 @@ def _table(setup: ReplaySetup, specs: list[RoundSpec], generations: Array) -> Ro
         seed=columns["seed"] if system.seeded else np.zeros(count, np.int64),
         seq_lens=padded("seq_lens", system.pad_length(geometry)),
         requests=padded("requests", PAD_REQUEST),
-        extend_lens=padded("extend_lens", n),
-        accept_lens=padded("accept_lens", n),
-        verify_lens=padded("verify_lens", 0)
-        if "verify_lens" in system.lens(geometry)
-        else np.zeros((count, widest), np.int64),
-        replay_floors=padded("replay_floors", geometry.own.get("replay_floor", 0))
-        if system.floors(geometry)
-        else floors,
+        lens={spec.name: padded(spec.name, spec.pad) for spec in system.drawn(geometry)},
         **moves,
     )
 

@@ -236,7 +236,7 @@ class Coverage:
         """Return the bands that a round of `bucket` can reach, taking it that every total between least and most can
         be."""
         rows = full_rows(self.system, self.geometry, bucket)
-        full = Round(bucket=bucket, seq_lens=(), requests=(1,) * bucket, verify_lens=rows)
+        full = Round(bucket=bucket, seq_lens=(), requests=(1,) * bucket, lens={"verify_lens": rows})
         ends = [(int(self.candidates[end]),) * bucket for end in (0, -1)]
         least, most = (self._total_band(quantity, dataclasses.replace(full, seq_lens=lens)) for lens in ends)
         return set(range(least, most + 1))

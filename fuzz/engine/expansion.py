@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.geometry import MAX_BATCH, Geometry
 from dsa_verify.contract.round import POISONS, Round
-from dsa_verify.contract.static_inputs import PAD_REQUEST
+from dsa_verify.contract.static_inputs import PAD_REQUEST, StaticInput
 from dsa_verify.contract.system import System
 from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
 from fuzz.engine.boundaries import boundary_lengths
@@ -65,6 +65,7 @@ class Lane(IntEnum):
     PREFIX_ROW = 17
     PREFIX_PAGES = 18
     FLOOR = 19
+    OWN = 20  # counts that a system has by a name that no rule here knows
     # simulator.py and steps.py
     REUSE = 32
     REGIME = 33
@@ -202,11 +203,7 @@ def expand(spec: RoundSpec, system: System, geometry: Geometry) -> Round:
 def as_round(columns: dict[str, Any], i: int, system: System, geometry: Geometry) -> Round:
     """Return row `i` of what `expand_columns` gave."""
     raw = int(columns["raw"][i])
-    lens: dict[str, Any] = {name: tuple(columns[name][i, :raw].tolist()) for name in system.lens(geometry)}
-    if system.seeded:
-        lens["seed"] = int(columns["seed"][i])
-    if system.floors(geometry):
-        lens["replay_floors"] = tuple(columns["replay_floors"][i, :raw].tolist())
+    lens = {name: tuple(columns[name][i, :raw].tolist()) for name in system.lens(geometry)}
     moves = moves_of(columns, i)
     return Round(
         bucket=int(columns["bucket"][i]),
@@ -216,7 +213,8 @@ def as_round(columns: dict[str, Any], i: int, system: System, geometry: Geometry
         prefixes=tuple(move for move in moves if move[2]),
         poison=POISONS[int(columns["poison"][i])],
         twice=bool(columns["twice"][i]),
-        **lens,
+        lens=lens,
+        seed=int(columns["seed"][i]) if system.seeded else 0,
     )
 
 
@@ -236,9 +234,9 @@ def expand_columns(
 ) -> dict[str, Any]:
     """Return all rounds of `specs` as int64 columns, NumPy arrays or (given a `device`) tensors, equal bit for bit.
 
-    `bucket`, `raw`, `poison`, `twice`, `seed`: [M]. `seq_lens`, `requests`, `extend_lens`, `accept_lens`,
-    `verify_lens` and, where rounds have floors, `replay_floors`: [M, widest bucket], of which the first `raw` mean
-    something. `remap`: [M, REMAPS_PER_ROUND], -1 for none; `remap_origins`, `remap_pages`: as in RoundTable.
+    `bucket`, `raw`, `poison`, `twice`, `seed`: [M]. `seq_lens`, `requests` and each drawn input of the system's own:
+    [M, widest bucket], of which the first `raw` mean something. `remap`: [M, REMAPS_PER_ROUND], -1 for none;
+    `remap_origins`, `remap_pages`: as in RoundTable.
     """
     return _Columns(specs, system, geometry, device).columns()
 
@@ -275,10 +273,7 @@ class _Columns:
             "raw": self.raw[:, 0],
             "seq_lens": lengths,
             "requests": requests,
-            "extend_lens": self._extend_lens(),
-            "accept_lens": 1 + self._below(Lane.ACCEPT, self.geometry.draft_tokens),
-            "verify_lens": self._verify_lens(),
-            **({"replay_floors": self._floors(lengths)} if self.system.floors(self.geometry) else {}),
+            **{spec.name: self._lens(spec, i, lengths) for i, spec in enumerate(self.system.drawn(self.geometry))},
             **self._moves(requests, lengths),
             "poison": self._once(Lane.POISON, len(POISONS))[:, 0],
             "twice": self._where(self._once(Lane.TWICE, _TWICE_ONE_IN) == 0, 1, 0)[:, 0],
@@ -342,6 +337,24 @@ class _Columns:
         requests = 1 + (batch_row * unit + self._once(Lane.OFFSET, rows)) % rows
         return self._where(self.live, requests, PAD_REQUEST)
 
+    def _lens(self, spec: StaticInput, i: int, lengths: Any) -> Any:
+        """Return the values of an input of the system's own, number `i` of those that are drawn."""
+        match spec.name:
+            case "extend_lens":
+                return self._extend_lens()
+            case "accept_lens":
+                return 1 + self._below(Lane.ACCEPT, self.geometry.draft_tokens)
+            case "verify_lens":
+                return self._verify_lens()
+            case "replay_floors":
+                return self._floors(lengths)
+        lane = self._array(np.array([[Lane.OWN]], np.int64))
+        drawn = spec.low + below(
+            bits(self.seed, self.round, lane, self.batch_row + i * MAX_BATCH), spec.high - spec.low
+        )
+        one = self.regime == list(REGIMES).index("one_request")
+        return self._where(one, spec.low, drawn) if spec.of_row else drawn
+
     def _extend_lens(self) -> Any:
         n = self.geometry.draft_tokens
         ragged = self.regime == list(REGIMES).index("ragged")
@@ -351,8 +364,6 @@ class _Columns:
     def _verify_lens(self) -> Any:
         """Return 1 to N each, scaled down where their sum would exceed the token rows of the graph (contract 9)."""
         extra = self._where(self.live, self._below(Lane.VERIFY, self.geometry.draft_tokens), 0)
-        if "verify_lens" not in self.system.lens(self.geometry):
-            return 1 + extra
         room = self._array(
             np.array([self.system.capacity(self.geometry, spec.bucket) for spec in self.specs], np.int64)
         )

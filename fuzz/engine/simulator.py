@@ -23,13 +23,13 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import DISJOINT_GENERATIONS, Geometry
-from dsa_verify.contract.round import POISONS, Round, one_floor_each
+from dsa_verify.contract.round import POISONS, Round, one_each
 from dsa_verify.contract.system import System
 from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
 from fuzz.engine.boundaries import Boundary, Kind, boundaries
@@ -143,17 +143,6 @@ class EngineSimulator:
         not said is drawn."""
         requests = self.live
         bucket = bucket or self.smallest_bucket(len(requests))
-        lens: dict[str, Any] = {}
-        for name in self.system.lens(self.geometry):
-            if name == "accept_lens":
-                lens[name] = tuple(request.accepted for request in requests)
-            elif name == "verify_lens":
-                lens[name] = self._verify_lens(bucket, len(requests))
-        if self.system.seeded:
-            lens["seed"] = self.draw(Lane.ROUND_SEED, (1 << 31) - 1)
-        if self.system.floors(self.geometry):
-            floors = [self._floor(request.length) for request in requests]
-            lens["replay_floors"] = one_floor_each([request.row for request in requests], floors)
         round_ = Round(
             bucket=bucket,
             seq_lens=tuple(request.length for request in requests),
@@ -162,7 +151,8 @@ class EngineSimulator:
             prefixes=self._prefixes(self._moved),
             poison=poison or POISONS[self.draw(Lane.OUTPUT_POISON, len(POISONS))],
             twice=not self.draw(Lane.REPEAT, _TWICE_ONE_IN) if twice is None else twice,
-            **lens,
+            lens=self._lens(bucket),
+            seed=self.draw(Lane.ROUND_SEED, (1 << 31) - 1) if self.system.seeded else 0,
         )
         self._moved = []
         return self._passed(round_)
@@ -466,8 +456,9 @@ class EngineSimulator:
         self.generations.update(outside)
         for row in outside:
             self._give_back(row)
-        if round_.replay_floors is not None:
-            round_ = dataclasses.replace(round_, replay_floors=one_floor_each(round_.requests, round_.replay_floors))
+        for name, spec in self.system.lens(self.geometry).items():
+            if spec.of_row:
+                round_ = round_.replace(**{name: one_each(round_.requests, round_.lens[name])})
         owed = tuple(row for row in self._moved if row not in own)
         room = REMAPS_PER_ROUND - len(own)
         remap, self._moved = own + owed[:room], list(owed[room:])
@@ -484,6 +475,24 @@ class EngineSimulator:
 
     def _accept_count(self) -> int:
         return 1 + self.draw(Lane.ACCEPTED, self.geometry.draft_tokens)
+
+    def _lens(self, bucket: int) -> dict[str, tuple[int, ...]]:
+        """Return what the round of the batch as it is says of each request; of extend lengths nothing, so all are N."""
+        found = {}
+        for name, spec in self.system.lens(self.geometry).items():
+            match name:
+                case "extend_lens":
+                    continue
+                case "accept_lens":
+                    values = tuple(request.accepted for request in self.live)
+                case "verify_lens":
+                    values = self._verify_lens(bucket, len(self.live))
+                case "replay_floors":
+                    values = tuple(self._floor(request.length) for request in self.live)
+                case _:
+                    values = tuple(spec.low + self.draw(Lane.OWN, spec.high - spec.low) for _ in self.live)
+            found[name] = one_each([request.row for request in self.live], values) if spec.of_row else values
+        return found
 
     def _floor(self, length: int) -> int:
         """Return 0 of half of the requests, else around the window that ends with `length` (contract 7.1)."""

@@ -255,10 +255,10 @@ class _Study:
         return with_requests(self._with_row(wide, other), {row: other})
 
     def _lens(self) -> None:
-        n = self.case.geometry.draft_tokens
-        for name, least in get_system(self.case.system).lens(self.case.geometry).items():
-            for i, round_ in enumerate(self.case.rounds):
-                for b, value in enumerate(getattr(round_, name) or ()):
+        for name, spec in get_system(self.case.system).lens(self.case.geometry).items():
+            least, n = spec.low, spec.high - 1
+            for i, round_ in enumerate(self.case.rounds if not spec.of_row else ()):
+                for b, value in enumerate(round_.lens.get(name, ())):
                     tried = sorted({least, value - 1, value + 1, n} - {value})
                     variants = [self._with_round(i, put(name, b, each, round_)) for each in tried if least <= each <= n]
                     what = f"{name}[{b}]{self._in_round(i)}"
@@ -293,8 +293,8 @@ class _Study:
                 needed = self._needed([self._with_round(i, dataclasses.replace(round_, prefixes=()))])
                 text = f"first pages shared{where}"
                 self._judge(f"prefixes{where}", round_.prefixes, "needed" if needed else FREE, text)
-            if round_.replay_floors is not None:
-                needed = self._needed([self._with_round(i, dataclasses.replace(round_, replay_floors=None))])
+            if "replay_floors" in round_.lens:
+                needed = self._needed([self._with_round(i, round_.replace(replay_floors=None))])
                 text = f"replay floors {', '.join(map(str, round_.replay_floors))}{where}"
                 self._judge(f"replay floors{where}", round_.replay_floors, "needed" if needed else FREE, text)
             if get_system(self.case.system).seeded:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -168,13 +168,13 @@ class _Search:
                 self.attempt_round(i, change)
 
     def attempt_geometry(self, **changes: Any) -> bool:
-        """The geometry changed, counts of tokens cut to its draft length."""
+        """The geometry changed, counts cut to what they may be in it."""
         try:
             geometry = self.best.geometry.replace(**changes)
         except UsageError:
             return False
-        n = geometry.draft_tokens
-        rounds = tuple(_with_lens(round_, lambda values: tuple(min(v, n) for v in values)) for round_ in self.rounds)
+        most = {name: spec.high - 1 for name, spec in get_system(self.best.system).lens(geometry).items()}
+        rounds = tuple(_with_at_most(most, round_) for round_ in self.rounds)
         return self.attempt(dataclasses.replace(self.best, geometry=geometry, rounds=rounds))
 
 
@@ -265,18 +265,16 @@ def plain_requests(search: _Search) -> None:
 
 def plain_lens(search: _Search) -> None:
     """Tokens to extend or accept all N, or else 1; tokens to verify 1, or else N; floors as low as may be."""
-    search.attempt_each(_set(replay_floors=None))
-    for i, round_ in enumerate(search.rounds):
-        for b in range(len(round_.replay_floors or ())):
-            _lower_floor(search, i, b)
-    n = search.best.geometry.draft_tokens
-    for name in get_system(search.best.system).lens(search.best.geometry):
-        must_be_said = name == "verify_lens"
-        if not must_be_said:
+    for name, spec in get_system(search.best.system).lens(search.best.geometry).items():
+        if not spec.needed:
             search.attempt_each(_set(**{name: None}))
+        least, most = max(spec.low, 1), spec.high - 1
         for i, round_ in enumerate(search.rounds):
-            for b, value in enumerate(getattr(round_, name) or ()):
-                for plain in (1, n) if must_be_said else (n, 1):
+            for b, value in enumerate(round_.lens.get(name, ())):
+                if spec.of_row:
+                    _lower_value(search, name, i, b)
+                    continue
+                for plain in (least, most) if spec.needed else (most, least):
                     if value == plain or search.attempt_round(i, partial(put, name, b, plain)):
                         break
 
@@ -319,13 +317,13 @@ def _shorten(search: _Search, i: int, b: int, least: int) -> None:
     closest(turns[bad], turns[good], attempt)
 
 
-def _lower_floor(search: _Search, i: int, b: int) -> None:
-    def attempt(floor: int) -> bool:
-        return search.attempt_round(i, partial(put, "replay_floors", b, floor))
+def _lower_value(search: _Search, name: str, i: int, b: int) -> None:
+    def attempt(value: int) -> bool:
+        return search.attempt_round(i, partial(put, name, b, value))
 
-    floor = (search.rounds[i].replay_floors or ())[b]
-    if floor and not attempt(0):
-        closest(0, floor, attempt)
+    value = search.rounds[i].lens[name][b]
+    if value and not attempt(0):
+        closest(0, value, attempt)
 
 
 def _lower(search: _Search, row: int) -> None:
@@ -478,19 +476,18 @@ def put(name: str, b: int, value: int, round_: Round) -> Round:
 
 
 def _set(**changes: Any) -> Callable[[Round], Round]:
-    return lambda round_: dataclasses.replace(round_, **changes)
+    return lambda round_: round_.replace(**changes)
+
+
+def _with_at_most(most: Mapping[str, int], round_: Round) -> Round:
+    """Return `round_` with counts of `most`, and with none that is larger."""
+    said = round_.lens.items()
+    return round_.replace(**{n: tuple(min(v, most[n]) for v in values) if n in most else None for n, values in said})
 
 
 def _keep(rows: Sequence[int], round_: Round) -> Round:
     """Return `round_` with these batch rows only, as far as it has them."""
     kept = [row for row in rows if row < round_.raw_batch]
     changes = {name: tuple(getattr(round_, name)[row] for row in kept) for name in ("seq_lens", "requests")}
-    if round_.replay_floors is not None:
-        changes["replay_floors"] = tuple(round_.replay_floors[row] for row in kept)
-    return _with_lens(_set(**changes)(round_), lambda values: tuple(values[row] for row in kept))
-
-
-def _with_lens(round_: Round, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Round:
-    """`round_` with its other counts of tokens changed, where it says them."""
-    said = {name: getattr(round_, name) for name in ("extend_lens", "accept_lens", "verify_lens")}
-    return _set(**{name: change(values) for name, values in said.items() if values is not None})(round_)
+    lens = {name: tuple(values[row] for row in kept) for name, values in round_.lens.items()}
+    return round_.replace(**changes, **lens)

@@ -96,6 +96,9 @@ def tabulated(draw: st.DrawFn, systems: tuple[str, ...] = tuple(SYSTEMS)) -> tup
         def several(low: int, high: int) -> tuple[int, ...]:
             return tuple(draw(st.lists(st.integers(low, high), min_size=raw, max_size=raw)))
 
+        def verified() -> dict[str, tuple[int, ...]]:
+            return {"verify_lens": several(1, geometry.draft_tokens)} if system == "ragged_verify" else {}
+
         ragged = system == "draft_extend" and draw(st.booleans())
         rows = st.integers(1, geometry.request_rows - 1)
         remap = tuple(draw(st.lists(rows, max_size=3, unique=True)))
@@ -103,7 +106,7 @@ def tabulated(draw: st.DrawFn, systems: tuple[str, ...] = tuple(SYSTEMS)) -> tup
             bucket=bucket,
             seq_lens=several(0, geometry.context),
             requests=several(0, geometry.request_rows - 1),
-            extend_lens=several(0, geometry.draft_tokens) if ragged else None,
+            lens={"extend_lens": several(0, geometry.draft_tokens)} if ragged else verified(),
             remap=remap,
             prefixes=tuple(
                 (row, draw(rows), draw(st.integers(1, geometry.pages_per_row)))
@@ -111,7 +114,6 @@ def tabulated(draw: st.DrawFn, systems: tuple[str, ...] = tuple(SYSTEMS)) -> tup
                 if row % 2
             ),
             poison=draw(st.sampled_from(POISONS)),
-            verify_lens=several(1, geometry.draft_tokens) if system == "ragged_verify" else None,
             twice=draw(st.booleans()),
             seed=draw(st.integers(0, SEED_LIMIT - 1)) if system == "dcp" else 0,
         )
@@ -125,13 +127,12 @@ def test_a_table_gives_its_rounds_back(case: tuple[str, Geometry, list[Round]]):
     table = tabulate(SYSTEMS[system], geometry, rounds, np.zeros(geometry.request_rows, np.int64), widest_bucket=WIDEST)
     assert len(table) == len(rounds)
     for i, round_ in enumerate(rounds):
-        got, extend_lens = table.round(i), round_.extend_lens
-        if system == "draft_extend" and extend_lens is None:
-            extend_lens = (geometry.draft_tokens,) * round_.raw_batch
+        got, lens = table.round(i), dict(round_.lens)
+        if system == "draft_extend":
+            lens.setdefault("extend_lens", (geometry.draft_tokens,) * round_.raw_batch)
         assert (got.bucket, got.seq_lens, got.requests) == (round_.bucket, round_.seq_lens, round_.requests)
-        assert (got.extend_lens, got.remap, got.prefixes) == (extend_lens, round_.remap, round_.prefixes)
+        assert (got.lens, got.remap, got.prefixes) == (lens, round_.remap, round_.prefixes)
         assert (got.poison, got.twice, got.seed) == (round_.poison, round_.twice, round_.seed)
-        assert got.verify_lens == round_.verify_lens
 
 
 @given(tabulated(("decode", "target_verify", "draft_extend", "mtp", "dcp")))
@@ -145,7 +146,7 @@ def test_live_bounds_and_token_rows_follow_the_contract(case: tuple[str, Geometr
         added = n if system == "target_verify" else 0
         assert table.live_tokens[i, :raw].tolist() == [length + added for length in round_.seq_lens]
         assert (table.live_tokens[i] == table.seq_lens[i] + added).all()
-        counts = [*(round_.extend_lens or [n] * raw), *[n] * (bucket - raw)]
+        counts = [*round_.lens.get("extend_lens", [n] * raw), *[n] * (bucket - raw)]
         assert table.token_rows[i] == sum(counts)
         owners = [request for request, count in enumerate(counts) for _ in range(count)]
         beyond = WIDEST * n - len(owners)
@@ -172,7 +173,9 @@ def test_pads_hold_what_contract_0_2_says(system: str, pool_size: int, fill: int
     table = tabulate(SYSTEMS[system], geometry, [round_], generations, widest_bucket=6)
     assert table.seq_lens.tolist() == [[9] + [fill] * 5]
     assert table.requests.tolist() == [[5, 0, 0, 0, 0, 0]]
-    assert table.extend_lens.tolist() == [[n] * 6]
+    assert {name: column.tolist() for name, column in table.lens.items()} == (
+        {"extend_lens": [[n] * 6]} if system == "draft_extend" else {}
+    )
 
 
 def test_remaps_advance_generations_and_leave_free_slots_at_minus_one():

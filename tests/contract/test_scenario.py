@@ -42,6 +42,9 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         def several(low: int, high: int) -> tuple[int, ...]:
             return tuple(draw(st.lists(st.integers(low, high), min_size=raw, max_size=raw)))
 
+        def verified() -> dict[str, tuple[int, ...]]:
+            return {"verify_lens": several(1, geometry.draft_tokens)} if system == "ragged_verify" else {}
+
         ragged = system == "draft_extend" and draw(st.booleans())
         rows = st.integers(1, geometry.request_rows - 1)
         remap = tuple(draw(st.lists(rows, max_size=3)))
@@ -49,7 +52,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             bucket=bucket,
             seq_lens=several(0, geometry.context),
             requests=several(0, geometry.request_rows - 1),
-            extend_lens=several(0, geometry.draft_tokens) if ragged else None,
+            lens={"extend_lens": several(0, geometry.draft_tokens)} if ragged else verified(),
             remap=remap,
             prefixes=tuple(
                 (row, draw(rows), draw(st.integers(1, geometry.pages_per_row)))
@@ -57,7 +60,6 @@ def scenarios(draw: st.DrawFn) -> Scenario:
                 if row % 2
             ),
             poison=draw(st.sampled_from(POISONS)),
-            verify_lens=several(1, geometry.draft_tokens) if system == "ragged_verify" else None,
             twice=draw(st.booleans()),
             foreign=draw(st.booleans()),
             seed=draw(st.integers(0, SEED_LIMIT - 1)) if system == "dcp" else 0,
@@ -96,11 +98,11 @@ def test_floors_are_said_by_each_round_or_by_the_geometry_for_all():
     with_floors(case)
     case["geometry"]["replay_floor"] = 5
     scenario = parse_case(json.dumps(case))
-    assert [round_.replay_floors for round_ in scenario.rounds] == [(0, 9, 4), None]
+    assert [round_.lens.get("replay_floors") for round_ in scenario.rounds] == [(0, 9, 4), None]
     assert parse_case(scenario.to_json()) == scenario
     generations = np.zeros(scenario.geometry.request_rows, np.int64)
     table = tabulate(SYSTEMS["padded"], scenario.geometry, scenario.rounds, generations, widest_bucket=4)
-    assert table.replay_floors.tolist() == [[0, 9, 4, 5], [5, 5, 5, 5]], "pad rows keep the one number"
+    assert table.lens["replay_floors"].tolist() == [[0, 9, 4, 5], [5, 5, 5, 5]], "pad rows keep the one number"
     assert [round_.replay_floors for round_ in table.rounds()] == [(0, 9, 4), (5,)]
 
 
@@ -169,10 +171,7 @@ def delete(*path: Any) -> Edit:
     return edit
 
 
-ROUND_KEYS = (
-    "bucket, seq_lens, requests, extend_lens, accept_lens, verify_lens, replay_floors, remap, prefixes, poison, twice, "
-    "foreign, seed"
-)
+ROUND_KEYS = "bucket, seq_lens, requests, extend_lens, remap, prefixes, poison, twice, foreign, seed"
 TOP_KEYS = "schema, system, preset, geometry, buckets, seed, subject, fault, found, rounds"
 GEOMETRY_KEYS = ", ".join(SHARED_FIELDS)
 
@@ -324,8 +323,8 @@ BAD_EDITS: dict[str, tuple[Edit, str]] = {
     ),
     "two floors of one request": (
         lambda case: (with_floors(case), put("rounds", 0, "requests", [3, 1, 3])(case)),
-        "rounds[0].replay_floors: two batch rows of one request have different floors, which belong to its row "
-        "(contract 7.1); give both the same",
+        "rounds[0].replay_floors: two batch rows of one request have different values, which belong to its row; "
+        "give both the same",
     ),
     "too few extend_lens": (
         put("rounds", 0, "extend_lens", [4]),

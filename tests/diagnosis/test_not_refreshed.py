@@ -40,7 +40,7 @@ def rounds_of(system: str) -> list[Round]:
     if system != "draft_extend":
         return ROUNDS
     return [
-        Round(bucket=4, seq_lens=r.seq_lens, requests=r.requests, accept_lens=accepts, poison="stale")
+        Round(bucket=4, seq_lens=r.seq_lens, requests=r.requests, lens={"accept_lens": accepts}, poison="stale")
         for r, accepts in zip(ROUNDS, ((1, 3, 3, 1), (3, 2, 1, 2)), strict=True)
     ]
 

@@ -450,7 +450,12 @@ class TestTheBackendItself:
         rounds = LONG
         if system == "draft_extend":
             rounds = [
-                Round(bucket=r.bucket, seq_lens=r.seq_lens, requests=r.requests, accept_lens=(1, 3, 2)[: r.raw_batch])
+                Round(
+                    bucket=r.bucket,
+                    seq_lens=r.seq_lens,
+                    requests=r.requests,
+                    lens={"accept_lens": (1, 3, 2)[: r.raw_batch]},
+                )
                 for r in LONG
             ]
         assert verify(system, rounds, "glm53_flash", **POOLED, **drafts) == []

@@ -3,7 +3,6 @@ what is refused; with SGLang itself, where it can be imported, every mode agains
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 
 import pytest
@@ -145,7 +144,7 @@ def test_a_replay_floor_is_right(name: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["decode", "verify", "draft_block"])
 @pytest.mark.parametrize("name", NAMES)
 def test_floors_of_each_request_are_right(name: str, mode: str) -> None:
-    rounds = [dataclasses.replace(r, replay_floors=floors) for r, floors in zip(ROUNDS, FLOORS, strict=True)]
+    rounds = [r.replace(replay_floors=floors) for r, floors in zip(ROUNDS, FLOORS, strict=True)]
     assert findings_of(name, geometry_of(name, mode, request_floors=True), rounds) == []
 
 
@@ -166,8 +165,14 @@ def test_ragged_verify_is_right() -> None:
         "tiny", {"context": 37, "request_rows": 9, "draft_tokens": 3, "graph_tokens": 9}
     )
     rounds = [
-        Round(bucket=4, seq_lens=(9, 37, 17), requests=(3, 4, 5), verify_lens=(3, 1, 2)),
-        Round(bucket=4, seq_lens=(1, 4, 8, 3), requests=(3, 3, 5, 6), verify_lens=(2, 2, 1, 3), poison="plausible"),
-        Round(bucket=4, seq_lens=(), requests=(), verify_lens=(), poison="stale"),
+        Round(bucket=4, seq_lens=(9, 37, 17), requests=(3, 4, 5), lens={"verify_lens": (3, 1, 2)}),
+        Round(
+            bucket=4,
+            seq_lens=(1, 4, 8, 3),
+            requests=(3, 3, 5, 6),
+            lens={"verify_lens": (2, 2, 1, 3)},
+            poison="plausible",
+        ),
+        Round(bucket=4, seq_lens=(), requests=(), lens={"verify_lens": ()}, poison="stale"),
     ]
     assert findings_of("ragged_verify", geometry, rounds, "ragged_verify") == []

@@ -362,7 +362,7 @@ def test_ragged_extend_lengths_take_the_ragged_form(lookalike: None) -> None:
     setup = setup_of("sglang:draft_extend", system="draft_extend", geometry=setup.geometry.replace(draft_tokens=3))
     assert n == 1
     lens = ((3, 3, 3, 3), (0, 2, 1, 3), (0, 0, 0, 0))
-    rounds = tuple(decode_round(4, 9, 30, 5, 17, extend_lens=each) for each in lens)
+    rounds = tuple(decode_round(4, 9, 30, 5, 17, lens={"extend_lens": each}) for each in lens)
     case = Scenario(
         system="draft_extend",
         geometry=setup.geometry,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -43,8 +42,8 @@ RAGGED = [(3, 1, 2, 3), (1, 3), (2,), (3, 2, 1), (), (2, 2), (1, 1, 1, 1)]
 def rounds_of(system: str) -> list[Round]:
     if system != "draft_extend":
         return ROUNDS
-    static = [dataclasses.replace(each, extend_lens=tuple(3 for _ in each.seq_lens)) for each in ROUNDS]
-    return static + [dataclasses.replace(each, extend_lens=lens) for each, lens in zip(ROUNDS, RAGGED, strict=True)]
+    static = [each.replace(extend_lens=tuple(3 for _ in each.seq_lens)) for each in ROUNDS]
+    return static + [each.replace(extend_lens=lens) for each, lens in zip(ROUNDS, RAGGED, strict=True)]
 
 
 def findings_of(name: str, rounds: list[Round] | None = None, **changes: object) -> list[Finding]:
@@ -87,7 +86,7 @@ def test_rows_of_requests_where_vllm_has_them() -> None:
 
 @pytest.mark.parametrize("name", ["draft_extend", "draft_extend_varlen", "draft_extend_adaptive"])
 def test_requests_of_which_none_is_extended_are_no_step_of_vllms(name: str) -> None:
-    none = [dataclasses.replace(each, extend_lens=(0,) * len(each.seq_lens)) for each in ROUNDS]
+    none = [each.replace(extend_lens=(0,) * len(each.seq_lens)) for each in ROUNDS]
     some = rounds_of("draft_extend")[-len(ROUNDS) :]
     assert findings_of(name, [each for pair in zip(some, none, strict=True) for each in pair]) == []
 

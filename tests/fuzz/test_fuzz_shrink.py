@@ -338,8 +338,8 @@ class WrongFromFloor(EagerDecode):
 
 def test_floors_are_made_low_and_named() -> None:
     geometry = SYSTEMS["padded"].geometry("tiny_v4", {"request_floors": True, "request_rows": 9})
-    lens = {"seq_lens": (9, 30, 4), "requests": (4, 2, 4), "replay_floors": (3, 25, 3)}
-    rounds = (Round(bucket=4, **lens), Round(bucket=4, **(lens | {"replay_floors": (17, 9, 17)})))
+    first = Round(bucket=4, seq_lens=(9, 30, 4), requests=(4, 2, 4), lens={"replay_floors": (3, 25, 3)})
+    rounds = (first, first.replace(replay_floors=(17, 9, 17)))
     case = Scenario(system="padded", geometry=geometry, buckets=(4,), rounds=rounds)
     setup = setup_of(WrongFromFloor, system="padded", geometry=geometry, buckets=(4,))
     signature = Signature.of(confirm(setup, rounds)[0])

@@ -17,7 +17,7 @@ from dsa_verify.buffers.arena import GUARD_WORD, TORCH_DTYPES, Arena
 from dsa_verify.buffers.region import LOUD_WORD
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.padded import PADDED_MODES
-from dsa_verify.contract.round import one_floor_each
+from dsa_verify.contract.round import one_each
 from dsa_verify.contract.subject import Buffers, Inputs, Subject
 from dsa_verify.graphs import open_backend
 from dsa_verify.replay.compilations import count_compilations
@@ -362,7 +362,7 @@ def test_rounds_of_a_run_that_settles_the_floor_say_none() -> None:
         SYSTEMS["padded"], tiny("decode", 1, replay_floor=3), batches=[4], fixed=frozenset({"replay_floor"})
     )
     assert not any(config.geometry.request_floors for config in loaded)
-    assert all(round_.replay_floors is None for table in loaded[0].chunks() for round_ in table.rounds())
+    assert all("replay_floors" not in round_.lens for table in loaded[0].chunks() for round_ in table.rounds())
 
 
 @pytest.mark.parametrize("source", ["matrix", "random", "simulator", "columns"])
@@ -381,8 +381,7 @@ def test_floors_lie_below_in_and_above_the_window(source: str) -> None:
         ]
     seen = set()
     for round_ in rounds:
-        assert round_.replay_floors is not None
-        assert one_floor_each(round_.requests, round_.replay_floors) == round_.replay_floors
+        assert one_each(round_.requests, round_.replay_floors) == round_.replay_floors
         for length, floor in zip(round_.seq_lens, round_.replay_floors, strict=True):
             if length > geometry.window:
                 seen.add("none" if floor == 0 else min(max(length - floor, -1), geometry.window + 1))

@@ -35,8 +35,8 @@ def round_of(geometry: Geometry, bucket: int, rng: np.random.Generator, lens: Se
     lengths = rng.integers(0, geometry.context + 1, len(lens))
     lengths[-1:] = geometry.context
     requests = rng.integers(1, geometry.request_rows, len(lens))
-    listed = {"seq_lens": tuple(lengths.tolist()), "requests": tuple(requests.tolist()), "verify_lens": tuple(lens)}
-    return Round(bucket=bucket, **listed, **rest)  # type: ignore[arg-type]
+    listed = {"seq_lens": tuple(lengths.tolist()), "requests": tuple(requests.tolist())}
+    return Round(bucket=bucket, **listed, lens={"verify_lens": tuple(lens)}, **rest)  # type: ignore[arg-type]
 
 
 def rounds_of(geometry: Geometry, bucket: int, *, random: int = 0) -> list[Round]:

@@ -53,7 +53,8 @@ class Model:
         bucket = int(table.bucket[i])
         self.seq_lens[:bucket] = table.seq_lens[i, :bucket]
         self.requests[:bucket] = table.requests[i, :bucket]
-        self.extend_lens[:bucket] = table.extend_lens[i, :bucket]
+        if self.extends:
+            self.extend_lens[:bucket] = table.lens["extend_lens"][i, :bucket]
         before = self.table.copy()
         moves = (table.remap_rows, table.remap_generations, table.remap_origins, table.remap_pages)
         for row, generation, origin, pages in zip(*(column[i] for column in moves), strict=True):
@@ -148,8 +149,8 @@ def test_floors_of_requests_reach_both_sides_and_pad_rows_keep_the_one_of_all():
     geometry = SYSTEMS["padded"].geometry("tiny_v4", {"request_floors": True, "replay_floor": 3, "request_rows": 9})
     input_buffers = make_input_buffers("padded", geometry)
     rounds = (
-        Round(bucket=4, seq_lens=(5, 6, 7, 8), requests=(3, 4, 5, 6), replay_floors=(2, 0, 7, 5)),
-        Round(bucket=4, seq_lens=(5,), requests=(3,), replay_floors=(4,)),
+        Round(bucket=4, seq_lens=(5, 6, 7, 8), requests=(3, 4, 5, 6), lens={"replay_floors": (2, 0, 7, 5)}),
+        Round(bucket=4, seq_lens=(5,), requests=(3,), lens={"replay_floors": (4,)}),
         Round(bucket=2, seq_lens=(5, 6), requests=(3, 4)),
     )
     input_buffers.upload(table_of("padded", geometry, *rounds))
@@ -367,7 +368,9 @@ def test_reset_gives_the_state_in_which_engines_capture():
     geometry = small(draft_tokens=3, pool_size=4)
     input_buffers = make_input_buffers("draft_extend", geometry)
     input_buffers.upload(
-        table_of("draft_extend", geometry, Round(bucket=2, seq_lens=(30, 31), requests=(1, 2), extend_lens=(1, 0)))
+        table_of(
+            "draft_extend", geometry, Round(bucket=2, seq_lens=(30, 31), requests=(1, 2), lens={"extend_lens": (1, 0)})
+        )
     )
     input_buffers.step(2)
     input_buffers.reset()

@@ -91,8 +91,14 @@ def test_ragged_extend_lengths(extend_lens: tuple[int, ...]):
     geometry = Geometry.resolve("tiny", {**BASE, "draft_tokens": 3})
     seq_lens = (1, 60, 2, 33)[: len(extend_lens)]
     requests = (4, 3, 9, 1)[: len(extend_lens)]
-    one = Round(bucket=4, seq_lens=seq_lens, requests=requests, extend_lens=extend_lens)
-    two = Round(bucket=4, seq_lens=seq_lens, requests=requests, extend_lens=extend_lens[::-1], poison="stale")
+    one = Round(bucket=4, seq_lens=seq_lens, requests=requests, lens={"extend_lens": extend_lens})
+    two = Round(
+        bucket=4,
+        seq_lens=seq_lens,
+        requests=requests,
+        lens={name: values[::-1] for name, values in lens.items()},
+        poison="stale",
+    )
     assert run("draft_extend", geometry, [one, two], (4,), DraftExtend) == []
 
 
@@ -131,7 +137,7 @@ def test_a_small_mistake_in_a_shipped_subject_is_found(system: str, subject: typ
     draft = 3 if SYSTEMS[system].drafts else 1
     geometry = Geometry.resolve("tiny", {**BASE, "draft_tokens": draft})
     lens = (0, 2, 1, 3) if system == "draft_extend" else None
-    rounds = [Round(bucket=4, seq_lens=(61, 60, 2, 33), requests=(4, 3, 9, 1), extend_lens=lens)]
+    rounds = [Round(bucket=4, seq_lens=(61, 60, 2, 33), requests=(4, 3, 9, 1)).replace(extend_lens=lens)]
     found = run(system, geometry, rounds, (4,), subject)
     assert any(word in sentence for sentence in found)
 
@@ -174,7 +180,7 @@ def cases(draw: st.DrawFn) -> tuple[str, Geometry, list[Round], tuple[int, ...]]
                 bucket=bucket,
                 seq_lens=many(0, context),
                 requests=many(0, rows - 1),
-                extend_lens=many(0, n) if system == "draft_extend" and draw(st.booleans()) else None,
+                lens={"extend_lens": many(0, n)} if system == "draft_extend" and draw(st.booleans()) else {},
                 remap=tuple(draw(st.lists(st.integers(1, rows - 1), max_size=2))),
                 poison=draw(st.sampled_from(POISONS)),
                 twice=draw(st.booleans()),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from support import DEVICE, backend, small
@@ -117,7 +115,7 @@ def small_of(system: System, preset: str) -> Geometry:
 
 
 def with_verify_lens(rounds: list[Round]) -> list[Round]:
-    return [dataclasses.replace(round_, verify_lens=(1,) * round_.raw_batch) for round_ in rounds]
+    return [round_.replace(verify_lens=(1,) * round_.raw_batch) for round_ in rounds]
 
 
 def test_an_input_that_is_not_there_is_refused() -> None:

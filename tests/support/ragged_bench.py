@@ -49,7 +49,7 @@ class Bench:
         values = {
             "seq_lens": self.seq_lens,
             "req_pool_indices": self.requests,
-            "verify_lens": (*(round_.verify_lens or ()), *[0] * pads),
+            "verify_lens": (*(round_.lens.get("verify_lens", ())), *[0] * pads),
         }
         for name, tensor in self.inputs.tensors().items():
             if name in values:
@@ -60,6 +60,6 @@ class Bench:
 
     def expected(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """The referee's word on the last replay."""
-        verify_lens, tokens = self.round.verify_lens or (), self.buffers.layout.tokens
+        verify_lens, tokens = self.round.lens.get("verify_lens", ()), self.buffers.layout.tokens
         lists = (self.seq_lens, self.requests, verify_lens)
         return expected_ragged(self.geometry, *lists, self.slots, self.bucket, tokens)
