@@ -31,7 +31,6 @@ def system_of(
     draws = {port.name: port.declared.draw for port in declared.ins}
     length = next((draw for draw in draws.values() if isinstance(draw, Length)), Length())
     made = any(isinstance(draw, (*_SEEDED, Derived)) for draw in draws.values())
-    counts = {name: draw for name, draw in draws.items() if isinstance(draw, Count)}
 
     def pad_length(geometry: Geometry) -> int:
         return evaluate(length.pad, declared.sizes(geometry, 1), f"{declared.where}: pad")
@@ -39,10 +38,6 @@ def system_of(
     def units(geometry: Geometry) -> tuple[int, ...]:
         sizes = declared.sizes(geometry, 1)
         return tuple(evaluate(each, sizes, f"{declared.where}: edges") for each in length.edges)
-
-    def lens(geometry: Geometry) -> Mapping[str, int]:
-        sizes = declared.sizes(geometry, 1)
-        return {name: evaluate(draw.low, sizes, f"{declared.where}.{name}") for name, draw in counts.items()}
 
     return System(
         name=declared.name,
@@ -57,7 +52,6 @@ def system_of(
         token_rows=draft_rows if declared.has_drafts else one,
         adds_draft=length.before_draft,
         pad_length=pad_length,
-        lens=lens,
         seeded=any(isinstance(draw, _SEEDED) for draw in draws.values()),
         own_inputs=functools.partial(_static_inputs, declared),
         constants={port.name: _constant(declared, port) for port in declared.ins if _is_constant(port)},
@@ -154,6 +148,7 @@ def _static_input(declared: Declared, port: Port, sizes: Sizes) -> StaticInput:
         rows=declared.rows_of(port, sizes),
         item=port.form.shape(sizes, where)[1:],
         drawn=isinstance(draw, Count),
+        limit="draft_tokens",
     )
 
 

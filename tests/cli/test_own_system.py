@@ -174,7 +174,7 @@ def test_the_systems_of_installed_packages_are_free(unknown: Path, monkeypatch: 
 
 
 def test_what_is_no_system_is_refused_by_name(unknown: Path) -> None:
-    with pytest.raises(UsageError, match=r"'own_halves:Halves': that is a type, not a System; name a System"):
+    with pytest.raises(UsageError, match=r"'own_halves:Halves': that is a type, not a System or a Metadata; name one"):
         catalogue.get_system("own_halves:Halves")
     with pytest.raises(UsageError, match=r"'halves' is unknown; known systems: decode, .*; or give module:attribute"):
         catalogue.get_system("halves")
