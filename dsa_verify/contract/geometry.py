@@ -91,7 +91,11 @@ class Geometry:
         if name in own:
             return own[name]
         has = ", ".join(owners(name))
-        known = f"it is a size of {has}, which get_system(...).geometry(...) makes geometries of" if has else "no field"
+        known = (
+            f"it is a size of {has}, which get_system(...).geometry(...) makes geometries of"
+            if has
+            else "nothing is called so"
+        )
         raise AttributeError(f"this geometry has no {name!r}: {known}")
 
     @property

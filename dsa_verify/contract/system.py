@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.batch import Fewer
 from dsa_verify.contract.edge_kind import EdgeKind
-from dsa_verify.contract.geometry import SHARED_FIELDS, Geometry
+from dsa_verify.contract.geometry import PRESETS, Geometry
 from dsa_verify.contract.kpool import pooled_indexer
 from dsa_verify.contract.layout import Layout
 from dsa_verify.contract.size import Size, declare
@@ -101,9 +101,9 @@ class System:
     `check_round(geometry, bucket, lens, where)`: UsageError for counts, by name, that do not fit.
 
     Inputs. `own_inputs(geometry)`: those beside lengths and requests, of which the drawn ones are counts that a round
-    says of each request. `constants`: by name, those without rows of the
-    batch. `derive(geometry, drawn, req_to_token, seed)`: those that are not drawn. `told`: those whose values explain a
-    difference. `unknowable`: why a check of a live server cannot know what the outputs must be.
+    says of each request. `constants`: by name, those without rows of the batch. `derive(geometry, drawn, req_to_token,
+    seed)`: those that are not drawn. `told`: those whose values explain a difference. `unknowable`: why a check of a
+    live server cannot know what the outputs must be.
 
     The indexer. `indexer`, `pools`: whether the layout has it, and has it over pools. `empty_rows`: whether a request
     of length 0 is a token row of length 0. `context_columns(geometry)`: columns of `paged_mqa_ctx_lens_2d`.
@@ -114,9 +114,8 @@ class System:
     drafts, fixed)`: its buckets, and `script(buckets)`: (bucket, raw batch) of its scripted rounds, both where they are
     not those of all systems. `units(geometry)`: lengths whose multiples a formula turns at. `deal(dealer, geometry)`:
     fields of a fuzz configuration. `edges`: which it has; by edge `edge_fields`, which are left out where they are
-    fixed, and `widest`, without which there is no widest table.
-    `all_fields`: fields of the geometry with which the layout has everything. `note(geometry)`: words that set a
-    configuration apart.
+    fixed, and `widest`, without which there is no widest table. `all_fields`: fields of the geometry with which the
+    layout has everything. `note(geometry)`: words that set a configuration apart.
     """
 
     name: str
@@ -167,10 +166,11 @@ class System:
 
     def __post_init__(self) -> None:
         names = [size.name for size in self.sizes]
-        for name in names:
-            if name in SHARED_FIELDS or names.count(name) > 1:
-                raise UsageError(f"system {self.name!r}: size {name!r} is there already; give it another name")
         for size in self.sizes:
+            if hasattr(Geometry, size.name) or names.count(size.name) > 1:
+                raise UsageError(f"system {self.name!r}: size {size.name!r} is there already; give it another name")
+            if unknown := sorted(size.presets.keys() - PRESETS.keys()):
+                raise UsageError(f"system {self.name!r}: {size.name}: {unknown[0]!r} is no preset; remove it")
             declare(self.name, size)
 
     def geometry(self, preset: str, overrides: Mapping[str, Any] | None = None, *, where: str = "") -> Geometry:

@@ -21,7 +21,7 @@ from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.finding import Finding
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round, Scenario
-from dsa_verify.contract.static_inputs import PAD_REQUEST
+from dsa_verify.contract.static_inputs import PAD_REQUEST, StaticInput
 from dsa_verify.contract.subject import SubjectFactory
 from dsa_verify.graphs import Backend
 from dsa_verify.rounds.matrix import boundaries
@@ -264,15 +264,17 @@ def plain_requests(search: _Search) -> None:
 
 
 def plain_lens(search: _Search) -> None:
-    """Tokens to extend or accept all N, or else 1; tokens to verify 1, or else N; floors as low as may be."""
+    """Counts as where a round does not say them, else the greatest, else 1; needed ones 1, else the greatest; those of
+    request rows as low as may be."""
     for name, spec in get_system(search.best.system).lens(search.best.geometry).items():
         if not spec.needed:
             search.attempt_each(_set(**{name: None}))
-        least, most = max(spec.low, 1), spec.high - 1
+        most = spec.high - 1
+        least = min(max(spec.low, 1), most)
         for i, round_ in enumerate(search.rounds):
             for b, value in enumerate(round_.lens.get(name, ())):
                 if spec.of_row:
-                    _lower_value(search, name, i, b)
+                    _lower_value(search, spec, i, b)
                     continue
                 for plain in (least, most) if spec.needed else (most, least):
                     if value == plain or search.attempt_round(i, partial(put, name, b, plain)):
@@ -317,13 +319,13 @@ def _shorten(search: _Search, i: int, b: int, least: int) -> None:
     closest(turns[bad], turns[good], attempt)
 
 
-def _lower_value(search: _Search, name: str, i: int, b: int) -> None:
+def _lower_value(search: _Search, spec: StaticInput, i: int, b: int) -> None:
     def attempt(value: int) -> bool:
-        return search.attempt_round(i, partial(put, name, b, value))
+        return search.attempt_round(i, partial(put, spec.name, b, value))
 
-    value = search.rounds[i].lens[name][b]
-    if value and not attempt(0):
-        closest(0, value, attempt)
+    value = search.rounds[i].lens[spec.name][b]
+    if value > spec.low and not attempt(spec.low):
+        closest(spec.low, value, attempt)
 
 
 def _lower(search: _Search, row: int) -> None:

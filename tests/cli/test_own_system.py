@@ -65,6 +65,61 @@ SYSTEM = System(
 )
 """
 OWN = "own_halves:SYSTEM"
+SHARES = """
+import torch
+from dsa_verify import Field, Layout, Row, Size, StaticInput, System
+
+
+def layout(geometry, bucket):
+    given = {"shape": (bucket,), "row": Row.REQUEST, "low": 0, "high": 1 << 20}
+    fields = (Field(name="shares", **given), Field(name="weighed", **given))
+    return Layout(system="shares", geometry=geometry, bucket=bucket, tokens=bucket, fields=fields)
+
+
+def own_inputs(geometry):
+    return (
+        StaticInput(name="weights", dtype="int32", pad=1, low=1, high=geometry.parts + 1, limit="parts"),
+        StaticInput(name="offsets", dtype="int64", high=1 << 20, drawn=False),
+    )
+
+
+def derive(geometry, drawn, req_to_token, seed):
+    return {"offsets": drawn["weights"].long() * 3 + drawn["seq_lens"]}
+
+
+class Shares:
+    name, most = "shares", 1 << 20
+
+    def allocate(self, geometry, inputs, buffers):
+        self.parts, self.inputs, self.out = geometry.parts, inputs, buffers
+
+    def before_replay(self): ...
+
+    def in_graph(self):
+        weights = self.inputs.weights.clamp(max=self.most)
+        self.out["shares"].copy_(self.inputs.seq_lens // self.parts)
+        self.out["weighed"].copy_(self.inputs.offsets + weights + self.inputs.scale[0])
+
+
+class Oracle(Shares): ...
+
+
+class Lightest(Shares):
+    most = 6
+
+
+SYSTEM = System(
+    name="shares",
+    summary="shares of each length, and weights that a round says of each request",
+    layout=layout,
+    oracle="own_shares:Oracle",
+    subjects={"shares": "own_shares:Shares"},
+    sizes=(Size(name="parts", default=2, low=1, high=9, presets={"tiny": 8}, shrinks=True),),
+    own_inputs=own_inputs,
+    derive=derive,
+    constants={"scale": lambda geometry, device: torch.full((1,), geometry.parts, device=device)},
+)
+"""
 
 
 @pytest.fixture
@@ -124,6 +179,52 @@ def test_faults_are_planted_in_it(folder: Path) -> None:
     refused = command("replay", *planted, "--fault", "wrong_log_base")
     assert refused.returncode == 2
     assert "fault 'wrong_log_base' has no effect in halves; it applies to dcp" in refused.stdout
+
+
+@pytest.fixture
+def shares(folder: Path) -> Path:
+    """A system with a size, a count and inputs of its own."""
+    (folder / "own_shares.py").write_text(SHARES)
+    return folder
+
+
+def test_sizes_counts_and_inputs_of_its_own_are_drawn_judged_and_written(shares: Path) -> None:
+    options = ["--system", "own_shares:SYSTEM", "--batch", "3"]
+    right = command("replay", *options, "--rounds", "40")
+    assert right.returncode == 0, right.stdout
+    found = command("replay", *options, "--subject", "own_shares:Lightest", "--rounds", "40", "--set", "parts=7")
+    assert found.returncode == 1, found.stdout
+    assert "weighed[" in found.stdout
+    (path,) = (shares / "dsa-findings").glob("*.json")
+    case = json.loads(path.read_text())
+    assert case["geometry"]["parts"] == 7
+    said = [weight for round_ in case["rounds"] for weight in round_["weights"]]
+    assert 7 in said
+    assert set(said) <= set(range(1, 8))
+    (line,) = (line for line in found.stdout.splitlines() if "reproduce:" in line)
+    assert command(*line.split("dsa-verify ")[1].split()).returncode == 1
+
+
+def test_what_is_its_own_is_fuzzed_and_shrunk(shares: Path) -> None:
+    wrong = ["--system", "own_shares:SYSTEM", "--subject", "own_shares:Lightest", "--batch", "3", "--seed", "1"]
+    found = command("fuzz", *wrong, "--rounds", "64")
+    assert found.returncode == 1, found.stdout
+    assert "any length; any request row; weights[0] 7; everything else is free" in found.stdout
+    (case,) = (json.loads(path.read_text()) for path in (shares / "dsa-findings").glob("*.small.json"))
+    assert case["rounds"] == [{"bucket": 1, "seq_lens": [1], "requests": [1], "poison": "loud", "weights": [7]}]
+
+
+def test_wrong_values_of_its_own_are_refused(shares: Path) -> None:
+    for setting, said in (("parts=10", "parts: 10 is outside 1..9"), ("window=8", "window: is a size of padded alone")):
+        refused = command("replay", "--system", "own_shares:SYSTEM", "--set", setting)
+        assert refused.returncode == 2, refused.stdout
+        assert said in refused.stdout
+    rounds = [{"bucket": 2, "seq_lens": [5, 7], "requests": [1, 2], "weights": [1, 9]}]
+    case = {"schema": 1, "system": "own_shares:SYSTEM", "preset": "tiny", "buckets": [2], "rounds": rounds}
+    (shares / "case.json").write_text(json.dumps(case))
+    refused = command("replay", "case.json", "--system", "own_shares:SYSTEM")
+    assert refused.returncode == 2, refused.stdout
+    assert "rounds[0].weights[1]: 9 exceeds parts 8; use 1..8" in refused.stdout
 
 
 # Trust ---------------------------------------------------------------------------------------------------------------

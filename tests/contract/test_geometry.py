@@ -101,6 +101,10 @@ def test_sizes_of_a_system_are_declared_once_and_within_their_limits():
 
     with pytest.raises(UsageError, match="system 'mine': size 'topk' is there already; give it another name"):
         declared(Size(name="topk", default=1, low=1, high=2))
+    with pytest.raises(UsageError, match="size 'pages' is there already"):
+        declared(Size(name="pages", default=1, low=1, high=2))
+    with pytest.raises(UsageError, match="system 'mine': depth: 'tinny' is no preset; remove it"):
+        declared(Size(name="depth", default=1, low=1, high=2, presets={"tinny": 2}))
     with pytest.raises(UsageError, match="size 'depth' is there already"):
         declared(Size(name="depth", default=1, low=1, high=2), Size(name="depth", default=2, low=1, high=2))
     with pytest.raises(UsageError, match=r"system 'mine': depth: 3 is outside 1\.\.2"):

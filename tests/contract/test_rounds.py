@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import DISJOINT_GENERATIONS, PRESETS, Geometry
 from dsa_verify.contract.round import POISONS, SEED_LIMIT, Round
 from dsa_verify.contract.round_table import owner_of_slot, tabulate, token_slots
@@ -176,6 +179,20 @@ def test_pads_hold_what_contract_0_2_says(system: str, pool_size: int, fill: int
     assert {name: column.tolist() for name, column in table.lens.items()} == (
         {"extend_lens": [[n] * 6]} if system == "draft_extend" else {}
     )
+
+
+def test_a_round_says_what_its_system_has_by_name():
+    plain = Round(bucket=2, seq_lens=(5,), requests=(1,))
+    round_ = plain.replace(extend_lens=(2,), twice=True)
+    assert (round_.extend_lens, round_.lens, round_.twice) == ((2,), {"extend_lens": (2,)}, True)
+    assert round_.replace(extend_lens=None, twice=False) == plain
+    assert pickle.loads(pickle.dumps(round_)) == round_
+    with pytest.raises(AttributeError, match="this round says no 'accept_lens'; it says extend_lens"):
+        round_.accept_lens  # noqa: B018
+    geometry = Geometry.resolve("tiny")
+    generations = np.zeros(geometry.request_rows, np.int64)
+    with pytest.raises(UsageError, match=r"rounds\[0\]\.extend_lens: has no effect in decode; remove it"):
+        tabulate(SYSTEMS["decode"], geometry, [round_], generations, widest_bucket=2)
 
 
 def test_remaps_advance_generations_and_leave_free_slots_at_minus_one():

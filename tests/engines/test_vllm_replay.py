@@ -49,7 +49,7 @@ def rounds_of(system: str) -> list[Round]:
 def findings_of(name: str, rounds: list[Round] | None = None, **changes: object) -> list[Finding]:
     system = SUBJECTS[name].system
     drafts = 1 if system == "decode" else 3
-    geometry = Geometry.resolve("tiny", {**SMALL, "draft_tokens": drafts, **changes})
+    geometry = SYSTEMS[system].geometry("tiny", {**SMALL, "draft_tokens": drafts, **changes})
     rounds = rounds or rounds_of(system)
     setup, counts = ReplaySetup.make(SYSTEMS[system], geometry, BUCKETS, 0, f"vllm:{name}", None, backend()), Counts()
     found = verify_rounds(setup, [setup.table(rounds)], counts, folder=None)

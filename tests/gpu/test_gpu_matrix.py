@@ -101,7 +101,7 @@ def test_two_thousand_rounds_in_the_same_graphs(system: str):
 def test_the_largest_batch(system: str, preset: str, much_memory: None):
     batch = 16_384
     draft = 2 if SYSTEMS[system].drafts else 1
-    geometry = Geometry.resolve(
+    geometry = SYSTEMS[system].geometry(
         preset, {"context": 4096, "table_width": 512, "request_rows": batch + 2, "draft_tokens": draft}
     )
     rng = np.random.default_rng(0)
@@ -125,7 +125,9 @@ def test_the_largest_batch(system: str, preset: str, much_memory: None):
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_request_of_a_million_tokens(system: str, batch: int):
     draft = 4 if SYSTEMS[system].drafts else 1
-    geometry = Geometry.resolve("deepseek_v32", {"context": MILLION, "request_rows": batch + 3, "draft_tokens": draft})
+    geometry = SYSTEMS[system].geometry(
+        "deepseek_v32", {"context": MILLION, "request_rows": batch + 3, "draft_tokens": draft}
+    )
     lengths = [MILLION, 1, MILLION - 1, 64, MILLION - 63, 2048, MILLION]
     rounds = [
         Round(
@@ -179,7 +181,7 @@ def test_tables_with_row_offsets_beyond_two_to_the_thirty_one(much_memory: None)
 def test_nothing_is_compiled_when_lengths_change(system: str):
     """Called eagerly too, where a length that had become a constant of the kernel would compile a new one."""
     draft = 4 if SYSTEMS[system].drafts else 1
-    geometry = Geometry.resolve("deepseek_v32", {"draft_tokens": draft, "request_rows": 50})
+    geometry = SYSTEMS[system].geometry("deepseek_v32", {"draft_tokens": draft, "request_rows": 50})
     setup = setup_of(system, geometry, (48, 16))
     replayer = setup.open(4)
     compiled = count_compilations()

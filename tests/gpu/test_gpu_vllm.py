@@ -47,7 +47,7 @@ def device() -> torch.device:
 def run(name: str, *, batches: list[int], drafts: list[int], fault: str | None = None, **changes: object) -> list:
     """The findings of the matrix; without any, that all of its rounds were checked."""
     system, backend = SYSTEMS[SUBJECTS[name].system], open_backend(device(), "cuda")
-    geometry = Geometry.resolve("deepseek_v32", changes)
+    geometry = system.geometry("deepseek_v32", changes)
     found = []
     fixed = OF_THE_SUBJECT | {OWN_TABLES, OF_OTHERS}
     for config in diagnostic_matrix(

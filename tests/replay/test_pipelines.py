@@ -92,13 +92,7 @@ def test_ragged_extend_lengths(extend_lens: tuple[int, ...]):
     seq_lens = (1, 60, 2, 33)[: len(extend_lens)]
     requests = (4, 3, 9, 1)[: len(extend_lens)]
     one = Round(bucket=4, seq_lens=seq_lens, requests=requests, lens={"extend_lens": extend_lens})
-    two = Round(
-        bucket=4,
-        seq_lens=seq_lens,
-        requests=requests,
-        lens={name: values[::-1] for name, values in lens.items()},
-        poison="stale",
-    )
+    two = one.replace(extend_lens=extend_lens[::-1], poison="stale")
     assert run("draft_extend", geometry, [one, two], (4,), DraftExtend) == []
 
 
