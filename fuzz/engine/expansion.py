@@ -196,26 +196,25 @@ def regimes(system: System, geometry: Geometry) -> tuple[str, ...]:
 
 def expand(spec: RoundSpec, system: System, geometry: Geometry) -> Round:
     """Return the round that `spec` stands for."""
-    return as_round(expand_columns([spec], system, geometry), 0, system, geometry)
+    columns = expand_columns([spec], system, geometry)
 
+    def of_requests(name: str) -> tuple[int, ...]:
+        return tuple(columns[name][0, : spec.raw].tolist())
 
-def as_round(columns: dict[str, Any], i: int, system: System, geometry: Geometry) -> Round:
-    """Return row `i` of what `expand_columns` gave."""
-    raw = int(columns["raw"][i])
-    lens: dict[str, Any] = {name: tuple(columns[name][i, :raw].tolist()) for name in system.lens(geometry)}
+    lens: dict[str, Any] = {name: of_requests(name) for name in system.lens(geometry)}
     if system.seeded:
-        lens["seed"] = int(columns["seed"][i])
+        lens["seed"] = int(columns["seed"][0])
     if system.floors(geometry):
-        lens["replay_floors"] = tuple(columns["replay_floors"][i, :raw].tolist())
-    moves = moves_of(columns, i)
+        lens["replay_floors"] = of_requests("replay_floors")
+    moves = moves_of(columns, 0)
     return Round(
-        bucket=int(columns["bucket"][i]),
-        seq_lens=tuple(columns["seq_lens"][i, :raw].tolist()),
-        requests=tuple(columns["requests"][i, :raw].tolist()),
+        bucket=spec.bucket,
+        seq_lens=of_requests("seq_lens"),
+        requests=of_requests("requests"),
         remap=tuple(row for row, _, _ in moves),
         prefixes=tuple(move for move in moves if move[2]),
-        poison=POISONS[int(columns["poison"][i])],
-        twice=bool(columns["twice"][i]),
+        poison=POISONS[int(columns["poison"][0])],
+        twice=bool(columns["twice"][0]),
         **lens,
     )
 

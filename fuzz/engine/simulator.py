@@ -35,9 +35,9 @@ from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
 from fuzz.engine.boundaries import Boundary, Kind, boundaries
 from fuzz.engine.boundary_rounds import defined, fewest_requests, force_boundary
 from fuzz.engine.coverage import ON_OTHER_PAGES, SAME_PAGES, TENANTS, Array, Coverage
-from fuzz.engine.expansion import Lane, RoundSpec, as_round, below, expand_columns, word
+from fuzz.engine.expansion import Lane, RoundSpec, below, expand, word
 from fuzz.engine.limits import most_requests
-from fuzz.engine.steps import AIMED, ENGINE, ON_DEMAND, names_of
+from fuzz.engine.steps import AIMED, ENGINE, ON_DEMAND, WITHOUT_GROWTH, names_of
 from fuzz.engine.strategies import spec_at
 
 REUSES: Final = ("lifo", "fifo", "random")
@@ -126,6 +126,8 @@ class EngineSimulator:
         if step in ENGINE:
             if not self.live:
                 self.resume()
+            if step not in WITHOUT_GROWTH:
+                self.accept()
             round_ = ENGINE[step](self) or self.emit()
         elif step == AIMED:
             round_ = self._aimed()
@@ -169,31 +171,11 @@ class EngineSimulator:
 
     def outside(self, spec: RoundSpec) -> Round:
         """Return the round of `spec`; the batch stays as it is, but for the pages that `spec` moves."""
-        columns = expand_columns([spec], self.system, self.geometry)
-        return self._with_moves(as_round(columns, 0, self.system, self.geometry))
+        return self._with_moves(expand(spec, self.system, self.geometry))
 
     def at(self, boundary: Boundary) -> Round:
         """Return a round that holds `boundary`; what it leaves open is drawn."""
         return self._with_moves(force_boundary(boundary, self._base(boundary), self.system, self.geometry))
-
-    def check(self) -> None:
-        """Raise AssertionError if the simulator is in a state that no engine can be in."""
-        owned = [request.row for request in self.live if not request.shares]
-        assert len(set(owned)) == len(owned), f"two requests own one row: {owned}"
-        rows = {request.row for request in self.live}
-        assert rows == set(owned), f"nobody owns what is shared: {rows - set(owned)}"
-        assert rows.isdisjoint(self.free), f"a live request is on a free row: {rows & set(self.free)}"
-        assert rows | set(self.free) == set(range(1, self.geometry.request_rows)), "a request row is lost"
-        readers = Counter(request.row for request in self.live)
-        assert readers == +self._readers, f"readers of rows are counted wrongly: {readers} and {self._readers}"
-        assert len(self.live) <= self.most, f"{len(self.live)} requests are live, at most {self.most} fit"
-        for request in self.live:
-            assert self.shortest <= request.length <= self.geometry.context, f"length {request.length}"
-            assert 1 <= request.accepted <= self.geometry.draft_tokens, f"{request.accepted} accepted"
-            written = self._whole_pages(request.length)
-            shared = self._shared_pages(request.row)
-            assert shared <= written, f"row {request.row} shares {shared} pages, and writes behind {written}"
-        assert len(self._moved) <= REMAPS_PER_ROUND, f"{len(self._moved)} rows move in one round"
 
     # What happens to requests ----------------------------------------------------------------------------------------
 
@@ -297,11 +279,6 @@ class EngineSimulator:
         for last in range(len(self.live) - 1, 0, -1):
             other = self.draw(Lane.ORDER, last + 1)
             self.live[last], self.live[other] = self.live[other], self.live[last]
-
-    def jump(self, at: int, length: int) -> None:
-        """Batch row `at` has another length from now on, longer or shorter."""
-        request = self.live[at]
-        request.length = min(max(length, self.shortest, self._least_length(request.row)), self.longest)
 
     def shrink(self, count: int) -> None:
         """All but the first `count` requests finish."""
@@ -521,16 +498,15 @@ class EngineSimulator:
             raw = boundary.value
         elif boundary.bucket:
             raw = bucket
-        return self._expanded(dataclasses.replace(spec, regime="boundary", bucket=bucket, raw=raw, hot=0))
-
-    def _expanded(self, spec: RoundSpec) -> Round:
-        return as_round(expand_columns([spec], self.system, self.geometry), 0, self.system, self.geometry)
+        spec = dataclasses.replace(spec, regime="boundary", bucket=bucket, raw=raw, hot=0)
+        return expand(spec, self.system, self.geometry)
 
     def _aimed(self) -> Round:
         """Lengths that lead every batch row where it has never been, on rows of the same requests or of others."""
         assert self.coverage is not None
         spec = spec_at(self.seed, self.index, self.system, self.geometry, self.buckets)
-        round_ = self._expanded(dataclasses.replace(spec, regime="boundary", raw=max(spec.raw, 1)))
+        spec = dataclasses.replace(spec, regime="boundary", raw=max(spec.raw, 1))
+        round_ = expand(spec, self.system, self.geometry)
         count = round_.raw_batch
         tenants = np.array([self.draw(Lane.TENANT, len(TENANTS)) for _ in range(count)], np.int64)
         before = self.coverage.requests_before(round_.bucket)[:count]

@@ -27,7 +27,6 @@ class SimulatedEngine(Protocol):
     buckets: tuple[int, ...]
 
     def draw(self, lane: int, span: int) -> int: ...
-    def accept(self) -> None: ...
     def admit(self) -> None: ...
     def finish(self, at: int, *, swap: bool = False) -> None: ...
     def preempt(self) -> None: ...
@@ -56,36 +55,23 @@ def names_of(
     return tuple(names)
 
 
-def _steady(simulator: SimulatedEngine) -> None:
-    simulator.accept()
-
-
 def _admit(simulator: SimulatedEngine) -> None:
-    simulator.accept()
     for _ in range(1 + simulator.draw(Lane.COUNT, max(simulator.most // 2, 1))):
         simulator.admit()
 
 
 def _finish(simulator: SimulatedEngine) -> None:
-    simulator.accept()
     if simulator.live:
         simulator.finish(simulator.draw(Lane.WHICH, len(simulator.live)), swap=bool(simulator.draw(Lane.ORDER, 2)))
 
 
 def _preempt(simulator: SimulatedEngine) -> None:
-    simulator.accept()
     if simulator.live:
         simulator.preempt()
 
 
-def _resume(simulator: SimulatedEngine) -> None:
-    simulator.accept()
-    simulator.resume()
-
-
 def _one(change: Callable[[SimulatedEngine, int], None]) -> Callable[[SimulatedEngine], None]:
     def step(simulator: SimulatedEngine) -> None:
-        simulator.accept()
         if simulator.live:
             change(simulator, simulator.draw(Lane.WHICH, len(simulator.live)))
 
@@ -102,38 +88,25 @@ def _idle(simulator: SimulatedEngine) -> Round:
 
 def _wider_bucket(simulator: SimulatedEngine) -> Round:
     """Another rank of the data-parallel group has more requests, so this one pads its batch further."""
-    simulator.accept()
     least = simulator.smallest_bucket(len(simulator.live))
     wider = [bucket for bucket in simulator.buckets if bucket > least] or [least]
     return simulator.emit(wider[simulator.draw(Lane.BUCKET, len(wider))])
 
 
-def _shuffle(simulator: SimulatedEngine) -> None:
-    simulator.accept()
-    simulator.shuffle()
-
-
-def _fill(simulator: SimulatedEngine) -> None:
-    simulator.fill()
-
-
-def _drain(simulator: SimulatedEngine) -> None:
-    simulator.accept()
-    simulator.shrink(1)
-
-
 ENGINE: Final[dict[str, Callable[[SimulatedEngine], Round | None]]] = {
-    "steady": _steady,
+    "steady": lambda simulator: None,
     "admit": _admit,
     "finish": _finish,
     "preempt": _preempt,
-    "resume": _resume,
+    "resume": lambda simulator: simulator.resume(),
     "other row": _one(lambda simulator, at: simulator.move_row(at)),
     "other pages": _one(lambda simulator, at: simulator.move_pages(at)),
     "shared prefix": _one(lambda simulator, at: simulator.share(at)),
     "idle": _idle,
     "wider bucket": _wider_bucket,
-    "shuffle": _shuffle,
-    "fill": _fill,
-    "drain": _drain,
+    "shuffle": lambda simulator: simulator.shuffle(),
+    "fill": lambda simulator: simulator.fill(),
+    "drain": lambda simulator: simulator.shrink(1),
 }
+# Of all others the requests first grow by the tokens that were accepted.
+WITHOUT_GROWTH: Final = ("idle", "fill")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated import specs
 from support import DEVICE
 
 from dsa_verify.contract.geometry import Geometry
@@ -19,7 +20,7 @@ from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
 from dsa_verify.systems.catalogue import SYSTEMS
 from fuzz.engine.expansion import REGIMES, Lane, RoundSpec, below, bits, expand, expand_columns, regimes, word
 from fuzz.engine.limits import undefined_when_empty
-from fuzz.engine.strategies import spec_at, specs
+from fuzz.engine.strategies import spec_at
 
 # (system, preset, geometry, buckets): each regime, count and refusal that a system of today has.
 CONFIGURATIONS = [

@@ -24,8 +24,8 @@ _V4: Final = {"presets": ("deepseek_v4", "small_v4"), "request_floors": False}
 
 
 def _subjects(system: str, **rows: tuple[str, str, Mapping[str, Any]]) -> dict[str, EngineSubject]:
-    """Return the subjects of `system`, by name. A row has the place (module of this package and attribute), the summary,
-    and what else an EngineSubject has or the code asks of the geometry."""
+    """Return the subjects of `system`, by name. A row has the place (module of this package and attribute), the
+    summary, and what else an EngineSubject has or the code asks of the geometry."""
     found = {}
     for name, (place, summary, rest) in rows.items():
         said = {key: value for key, value in rest.items() if key in ("needs_gpu", "presets", "compiles")}
