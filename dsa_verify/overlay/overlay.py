@@ -256,26 +256,16 @@ class Overlay:
             self._moved[name] += 1
 
     def _open(self, bucket: int, inputs: Any, outputs: Any, also: Sequence[torch.Tensor]) -> Lane:
-        from dsa_verify.overlay.lane import Lane, Plan
+        from dsa_verify.overlay.lane import Lane
 
         setup = self._setup
         if len(self._opened) >= MAX_LANES:
             raise UsageError(f"bucket {bucket}: {MAX_LANES} buckets have been prepared; attach another overlay")
         if self._device is None:
             self._device = Shared.of(setup, bucket, inputs)
-        plan = Plan(
-            system=setup.system,
-            geometry=setup.geometry,
-            fields=setup.fields,
-            input_paths=setup.input_names,
-            output_paths=setup.output_names,
-            reference=setup.reference,
-            check_pad_rows=setup.check_pad_rows,
-            max_bytes=setup.max_bytes,
-        )
         ring = self._device.ring_for(bucket)
         return Lane(
-            plan, bucket, inputs, outputs, also=also, facts=self._device.facts, stream=self._device.stream, ring=ring
+            setup, bucket, inputs, outputs, also=also, facts=self._device.facts, stream=self._device.stream, ring=ring
         )
 
     # Off the hot path ------------------------------------------------------------------------------------------------

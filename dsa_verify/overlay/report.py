@@ -157,7 +157,7 @@ def _input_lines(lane: Lane, evidence: Host, now: Moment) -> list[Line]:
     for name in lane.taken.values:
         values, spec = evidence[f"taken.{name}"].tolist(), lane.legal.spec(name)
         low, high = lane.legal.limits(name)
-        first_pad = now.raw * spec.rows if lane.plan.check_pad_rows else len(values)
+        first_pad = now.raw * spec.rows if lane.setup.check_pad_rows else len(values)
         pads = [(row, 0, got, spec.pad) for row, got in enumerate(values) if row >= first_pad and got != spec.pad]
         wild = [
             (row, 0, got, min(max(got, low), high))
@@ -208,7 +208,7 @@ def _moment(lane: Lane, evidence: Host, prefix: str) -> Moment:
 
 def _one_row_each(lane: Lane, field: Field, want: torch.Tensor, owners: list[int]) -> torch.Tensor:
     """Return one row for each request: the one that a table keeps (an oracle's), or the first of each request."""
-    if not field.one_row_per_request or lane.plan.reference is None:
+    if not field.one_row_per_request or lane.setup.reference is None:
         return want
     firsts = [owners.index(b) if b in owners else 0 for b in range(lane.bucket)]
     return want[firsts]
@@ -216,12 +216,12 @@ def _one_row_each(lane: Lane, field: Field, want: torch.Tensor, owners: list[int
 
 def _idle_tokens(lane: Lane) -> int:
     pad = lane.legal.spec("seq_lens").pad
-    return pad + (lane.plan.geometry.draft_tokens if lane.plan.system.adds_draft else 0)
+    return pad + (lane.setup.geometry.draft_tokens if lane.setup.system.adds_draft else 0)
 
 
 def _owners(lane: Lane, evidence: Host, now: Moment) -> OwnerOf:
     """Whose token a slot is, by the request map of this check; only of tokens that are live in it."""
-    page = lane.plan.geometry.allocator_page
+    page = lane.setup.geometry.allocator_page
     pages = evidence["pages"]
     found: dict[int, Owner] = {}
     for b in range(now.raw):

@@ -134,14 +134,13 @@ class CaptureRing:
         values: Mapping[str, torch.Tensor],
         request_map: torch.Tensor,
         index: torch.Tensor,
-        ends: torch.Tensor,
         number: torch.Tensor,
         raw: torch.Tensor,
     ) -> Callable[[], None]:
         """Return a body that records `values` of a round of `layout`: asynchronous and capturable.
 
         `request_map`: int32 [rows, columns]. `index`: int64 [bucket], the legal rows of it that belong to the batch
-        rows. `ends`: int32 [bucket], live tokens of each, 0 for pad rows. `number`, `raw`: int64 [1] on the device.
+        rows. `number`, `raw`: int64 [1] on the device.
         """
         bucket, drawn = layout.bucket, len(self._drawn)
         row = torch.full((self._store.shape[1],), -1, dtype=torch.int32, device=self._device)
@@ -154,12 +153,17 @@ class CaptureRing:
         seed = torch.zeros(1, dtype=torch.int64, device=self._device)
         per_request = self.system.token_rows(self.geometry)
         token = torch.arange(bucket * per_request, device=self._device)
+        batch_row = torch.arange(bucket, device=self._device)
+        ends = torch.zeros(bucket, dtype=torch.int32, device=self._device)
+        added, most = self.system.drafted(self.geometry), min(token_columns(self.geometry), request_map.shape[1])
 
         def write() -> None:
             head["number"].copy_(number)
             head["raw"].copy_(raw)
             for column, name in zip(columns, self._drawn, strict=True):
                 column.copy_(values[name])
+            live = (values["seq_lens"].long() + added).clamp(0, most)
+            ends.copy_(live.masked_fill_(batch_row >= raw, 0))
             list_pages(request_map, index, ends, self.geometry.allocator_page, pages, head["broken"])
             if derive is not None:
                 lengths = values["seq_lens"].clamp(0, self.geometry.context)
@@ -190,18 +194,12 @@ class CaptureRing:
         layout = self.system.layout(self.geometry, bucket)
         request_map = tensors["req_to_token"]
         index = torch.zeros(bucket, dtype=torch.int64, device=self._device)
-        ends = torch.zeros(bucket, dtype=torch.int32, device=self._device)
         facts = self._facts
-        batch = torch.arange(bucket, device=self._device)
-        write = self.writer(layout, tensors, request_map, index, ends, facts.number, facts.raw)
-        added = self.system.drafted(self.geometry)
-        most = min(token_columns(self.geometry), request_map.shape[1])
+        write = self.writer(layout, tensors, request_map, index, facts.number, facts.raw)
 
         def body() -> None:
             facts.read()
             index.copy_(tensors["req_pool_indices"].clamp(0, request_map.shape[0] - 1))
-            live = (tensors["seq_lens"].long() + added).clamp(0, most)
-            ends.copy_(live.masked_fill_(batch >= facts.raw, 0))
             write()
 
         return body

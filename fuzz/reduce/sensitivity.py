@@ -13,7 +13,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import MAX_BATCH, MAX_DRAFT_TOKENS
@@ -160,7 +160,7 @@ class _Study:
         self.phrases.append(f"{_plural('length', most)} {rounds}")
 
     def _with_length(self, i: int, b: int, value: int) -> Scenario:
-        return self._with_round(i, put("seq_lens", b, value, self.case.rounds[i]))
+        return self._with_round(i, put("seq_lens", b, self.case.rounds[i], value))
 
     def _range_of(self, length: int, variant: Callable[[int], Scenario]) -> str:
         """Say with which lengths in the place of `length` the finding stays."""
@@ -260,7 +260,7 @@ class _Study:
             for i, round_ in enumerate(self.case.rounds):
                 for b, value in enumerate(getattr(round_, name) or ()):
                     tried = sorted({least, value - 1, value + 1, n} - {value})
-                    variants = [self._with_round(i, put(name, b, each, round_)) for each in tried if least <= each <= n]
+                    variants = [self._with_round(i, put(name, b, round_, each)) for each in tried if least <= each <= n]
                     what = f"{name}[{b}]{self._in_round(i)}"
                     self._judge(what, value, str(value) if self._needed(variants) else FREE)
 
@@ -278,25 +278,21 @@ class _Study:
     def _flags(self) -> None:
         for i, round_ in enumerate(self.case.rounds):
             where = self._in_round(i)
-            if round_.twice:
-                needed = self._needed([self._with_round(i, dataclasses.replace(round_, twice=False))])
-                self._judge(f"second replay{where}", True, "needed" if needed else FREE, f"replayed twice{where}")
-            if round_.foreign:
-                needed = self._needed([self._with_round(i, dataclasses.replace(round_, foreign=False))])
-                self._judge(
-                    f"foreign work{where}", True, "needed" if needed else FREE, f"foreign work before it{where}"
-                )
-            if round_.remap:
-                needed = self._needed([self._with_round(i, round_.with_remap(()))])
-                self._judge(f"remap{where}", round_.remap, "needed" if needed else FREE, f"pages remapped{where}")
-            if round_.prefixes:
-                needed = self._needed([self._with_round(i, dataclasses.replace(round_, prefixes=()))])
-                text = f"first pages shared{where}"
-                self._judge(f"prefixes{where}", round_.prefixes, "needed" if needed else FREE, text)
-            if round_.replay_floors is not None:
-                needed = self._needed([self._with_round(i, dataclasses.replace(round_, replay_floors=None))])
-                text = f"replay floors {', '.join(map(str, round_.replay_floors))}{where}"
-                self._judge(f"replay floors{where}", round_.replay_floors, "needed" if needed else FREE, text)
+            floors = ", ".join(map(str, round_.replay_floors or ()))
+            flags: tuple[tuple[str, str, Any, str], ...] = (
+                ("second replay", "twice", False, "replayed twice"),
+                ("foreign work", "foreign", False, "foreign work before it"),
+                ("remap", "remap", (), "pages remapped"),
+                ("prefixes", "prefixes", (), "first pages shared"),
+                ("replay floors", "replay_floors", None, f"replay floors {floors}"),
+            )
+            for what, field, plain, said in flags:
+                value = getattr(round_, field)
+                if value == plain:
+                    continue
+                without = round_.with_remap(()) if field == "remap" else dataclasses.replace(round_, **{field: plain})
+                needed = self._needed([self._with_round(i, without)])
+                self._judge(f"{what}{where}", value, "needed" if needed else FREE, f"{said}{where}")
             if get_system(self.case.system).seeded:
                 other = [self._with_round(i, dataclasses.replace(round_, seed=round_.seed + step)) for step in (1, 2)]
                 self._judge(f"seed{where}", round_.seed, str(round_.seed) if self._needed(other) else FREE)
@@ -354,7 +350,7 @@ def _renamed_once(case: Scenario, row: int, other: int) -> Iterator[Scenario]:
     ]
     for i, b in places if len(places) > 1 else []:
         rounds = list(case.rounds)
-        rounds[i] = put("requests", b, other, rounds[i])
+        rounds[i] = put("requests", b, rounds[i], other)
         yield dataclasses.replace(case, rounds=tuple(rounds))
 
 
