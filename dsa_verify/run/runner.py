@@ -118,16 +118,7 @@ class Runner:
     def matrix(self, configs: Sequence[Config], subject: Subject, run: RunResult, *, fault: str | None = None) -> None:
         """Run `configs` of one system, adding to `run`."""
         for i, config in enumerate(configs):
-            setup = ReplaySetup.make(
-                config.system,
-                config.geometry,
-                config.buckets,
-                config.seed,
-                subject,
-                fault,
-                self.backend,
-                self.ledger,
-            )
+            setup = ReplaySetup.of_config(config, subject, fault, self.backend, self.ledger)
             self._run(setup, setup.with_foreign_work(config.chunks()), config.name, run, waivers_due=True)
             if run.findings and not self.keep_going:
                 run.stopped_early = i + 1 < len(configs)
@@ -136,16 +127,7 @@ class Runner:
     def case(self, scenario: Scenario, subject: Subject, run: RunResult, *, fault: str | None = None) -> None:
         """Run one case, adding to `run`; `subject` and `fault` override those it names. What it names is imported: of a
         case that somebody else wrote, ask `check_trust` first."""
-        setup = ReplaySetup.make(
-            get_system(scenario.system),
-            scenario.geometry,
-            scenario.buckets,
-            scenario.seed,
-            subject if subject is not None else scenario.subject,
-            fault if fault is not None else scenario.fault,
-            self.backend,
-            self.ledger,
-        )
+        setup = ReplaySetup.of_case(scenario, self.backend, self.ledger, subject=subject, fault=fault)
         table = setup.table(scenario.rounds, remap_slots_of(scenario.rounds))
         self._run(setup, [table] if len(table) else [], scenario.name or "case", run, waivers_due=False)
 

@@ -357,15 +357,7 @@ def replay_step_by_step(case_path: Path, folder: Path, device: torch.device) -> 
     case, journal = read_case(case_path, trusts=lambda name: name in spec.plan.systems), Journal(folder)
     if case.subject != spec.plan.subject:  # which is trusted: whoever runs the campaign has named it
         check_trust(get_system(case.system), case.subject, "name it in the plan")
-    setup = ReplaySetup.make(
-        get_system(case.system),
-        case.geometry,
-        case.buckets,
-        case.seed,
-        case.subject,
-        case.fault,
-        open_backend(device),
-    )
+    setup = ReplaySetup.of_case(case, open_backend(device))
     journal.beat(force=True)
     slots, generations = remap_slots_of(case.rounds), setup.generations()
     try:

@@ -137,16 +137,7 @@ class Trials:
             raise OutOfTime
 
     def _setup(self, scenario: Scenario) -> ReplaySetup:
-        return ReplaySetup.make(
-            get_system(scenario.system),
-            scenario.geometry,
-            scenario.buckets,
-            scenario.seed,
-            self._subject if self._subject is not None else scenario.subject,
-            scenario.fault,
-            self._backend,
-            self._ledger,
-        )
+        return ReplaySetup.of_case(scenario, self._backend, self._ledger, subject=self._subject)
 
     def _confirm(self, candidate: Scenario) -> Finding | None:
         self._on_launch(candidate)
