@@ -23,6 +23,7 @@ from dsa_verify.contract.kpool import pooled_indexer
 from dsa_verify.contract.layout import Layout
 from dsa_verify.contract.subject import Buffers, Inputs
 from dsa_verify.subjects.adapters.sglang import indexer, kpool, wheel
+from dsa_verify.subjects.adapters.sglang.backend_stubs import COPIES, MANAGER, PRECOMPUTE
 from dsa_verify.subjects.adapters.sglang.basic import KERNELS, POOLED_KERNELS, Decode
 from dsa_verify.subjects.adapters.sglang.indexer import Indexer
 from dsa_verify.subjects.adapters.sglang.kpool import KPool
@@ -30,9 +31,6 @@ from dsa_verify.systems import basic
 from dsa_verify.systems.indexer import WRITE_PLAN
 from dsa_verify.systems.mtp import destination_buffers, destinations
 
-COPIES: Final = "sglang.kernels.ops.attention.dsa.fused_metadata_copy"
-MANAGER: Final = "sglang.srt.layers.attention.dsa.dsa_metadata_manager"
-PRECOMPUTE: Final = "sglang.srt.layers.attention.dsa.dsa_backend_mtp_precompute"
 COPY_SOURCE: Final = "kernels/jit/csrc/elementwise/fused_metadata_copy.cuh"
 FUSED: Final = 3  # steps that one launch copies to; used from n > 3 on (contract 2.3)
 DECODE_MODE: Final = 0  # of the copy kernel
