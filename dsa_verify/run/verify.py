@@ -184,17 +184,24 @@ class _Recent:
 
 def _explain(setup: ReplaySetup, rounds: Sequence[Round], seen: Observation, folder: Path | None) -> list[Finding]:
     """Return the findings of the last of `rounds`, with the shortest case that shows them again."""
+    findings, case, attempts = _shown_again(setup, rounds)
+    findings = findings or [flaky_finding(setup, seen.tallies, attempts)]
+    return [_with_case(finding, setup, case, folder) for finding in findings]
+
+
+def _shown_again(
+    setup: ReplaySetup, rounds: Sequence[Round], waived: set[Covered] | None = None, until: Covered | None = None
+) -> tuple[list[Finding], Sequence[Round], int]:
+    """Return the findings of the shortest end of `rounds` that has any, that end or else the longest one, and how many
+    were tried. None is tried any more once `until` is among the `waived`."""
     attempts = 0
     for window in CASE_WINDOWS:
         case = rounds[-window:]
+        findings = confirm(setup, case, waived=waived)
         attempts += 1
-        findings = confirm(setup, case)
-        if findings:
-            return [_with_case(finding, setup, case, folder) for finding in findings]
-        if window >= len(rounds):
+        if findings or window >= len(rounds) or (waived and until in waived):
             break
-    flaky = flaky_finding(setup, seen.tallies, attempts)
-    return [_with_case(flaky, setup, rounds[-CASE_WINDOWS[-1] :], folder)]
+    return findings, case, attempts
 
 
 def _explain_waived(setup: ReplaySetup, recent: _Recent, seen: Observation, folder: Path | None) -> list[Finding]:
@@ -202,18 +209,13 @@ def _explain_waived(setup: ReplaySetup, recent: _Recent, seen: Observation, fold
     they are. Of what the device can say itself there is nothing to explain."""
     waived: set[Covered] = set()
     for first, bucket, words in seen.to_explain:
-        covered, rounds, attempts = (bucket, words.waiver.key), recent.up_to(first), 0
-        for window in () if covered in waived else CASE_WINDOWS:
-            case = rounds[-window:]
-            attempts += 1
-            findings = confirm(setup, case, waived=waived)
+        covered = (bucket, words.waiver.key)
+        if covered not in waived:
+            findings, case, attempts = _shown_again(setup, recent.up_to(first), waived, covered)
+            if not findings and covered not in waived:
+                findings = [flaky_waived(setup, words.waiver, first, bucket, attempts)]
             if findings:
                 return _seen_in(first, [_with_case(finding, setup, case, folder) for finding in findings])
-            if covered in waived or window >= len(rounds):
-                break
-        if covered not in waived:
-            flaky = flaky_waived(setup, words.waiver, first, bucket, attempts)
-            return _seen_in(first, [_with_case(flaky, setup, rounds[-CASE_WINDOWS[-1] :], folder)])
         words.explained = True
     return []
 
