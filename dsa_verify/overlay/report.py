@@ -19,7 +19,7 @@ from dsa_verify.contract.links import contract_links
 from dsa_verify.contract.owners import Owner, OwnerOf
 from dsa_verify.diagnosis.diagnose import Diagnosed, diagnose_field
 from dsa_verify.diagnosis.evidence import Evidence, Moment
-from dsa_verify.judge.judge import Difference, Phase, Tally, expected_words, live_words
+from dsa_verify.judge.judge import Difference, Phase, Tally, differences_at, wrong_words
 from dsa_verify.overlay.inputs import SLOTS_REGION
 from dsa_verify.overlay.lane import Lane
 from dsa_verify.overlay.launch import Facts
@@ -67,23 +67,12 @@ def explained(lane: Lane, evidence: Host) -> list[Line]:
     known = Evidence(layout=layout, now=now, earlier=earlier, capture=idle, owner_of=owners)
     lines = _input_lines(lane, evidence, now)
     for region in lane.host_regions(evidence):
-        want, checked = expected_words(region, live_words(region))
-        wrong = (region.got != want) & checked
+        wrong, want = wrong_words(region)
         differing = int(wrong.sum())
         if not differing:
             continue
-        found = [
-            Difference(
-                region=region,
-                round=now.round,
-                phase=Phase.REPLAY,
-                row=row,
-                word=word,
-                got=int(region.got[row, word]),
-                want=int(want[row, word]),
-            )
-            for row, word in wrong.nonzero()[:MAX_ELEMENTS].tolist()
-        ]
+        places = wrong.nonzero()[:MAX_ELEMENTS].tolist()
+        found = differences_at(region, want, places, now.round, Phase.REPLAY)
         said = _by_page(known, found[0], diagnose_field(known, found))
         lines.append(
             Line(

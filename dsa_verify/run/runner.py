@@ -69,11 +69,6 @@ class RunResult:
             return []
         return [use for use in self.counts.waivers.values() if use.gone]
 
-    @property
-    def flaky(self) -> bool:
-        """Return True if there are findings and all of them are flaky."""
-        return bool(self.findings) and all(f.diagnosis is Diagnosis.FLAKY for f in self.findings)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the result for JSON, with the counts flat beside the rest."""
         rate = self.counts.rounds_checked / self.wall_s if self.wall_s else 0.0

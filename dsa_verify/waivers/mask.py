@@ -19,7 +19,7 @@ import torch
 
 from dsa_verify.buffers.region import Region, as_words
 from dsa_verify.contract.finding import Diagnosis
-from dsa_verify.judge.judge import Difference, Phase, expected_words, live_words
+from dsa_verify.judge.judge import Difference, Phase, differences_at, expected_words, live_words, wrong_words
 from dsa_verify.waivers.waivers import Waiver
 
 MOST_EXPLAINED: Final = 1024  # words of a field in one round, each by itself
@@ -96,20 +96,9 @@ class WaivedWords:
 
     def differences(self, round_: int) -> list[Difference]:
         """The words that this round has covered anew, the first MOST_EXPLAINED in row-major order."""
-        got, want = self.region.got, expected_words(self.region, live_words(self.region))[0]
+        _, want = wrong_words(self.region)
         places = (self._covered & ~self._known).nonzero()[:MOST_EXPLAINED]
-        return [
-            Difference(
-                region=self.region,
-                round=round_,
-                phase=Phase.REPLAY,
-                row=row,
-                word=word,
-                got=int(got[row, word]),
-                want=int(want[row, word]),
-            )
-            for row, word in places.tolist()
-        ]
+        return differences_at(self.region, want, places.tolist(), round_, Phase.REPLAY)
 
     def seen(self) -> Seen:
         """Since the last `reset`; synchronises."""
