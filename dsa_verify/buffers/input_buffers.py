@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from dsa_verify.buffers.arena import Guard
+from dsa_verify.buffers.arena import TORCH_DTYPES, Guard
 from dsa_verify.buffers.input_memory import InputMemory
 from dsa_verify.buffers.region import Control
 from dsa_verify.buffers.tail_reset import PaddedInputFiller
@@ -24,7 +24,6 @@ from dsa_verify.contract.static_inputs import PAD_REQUEST
 from dsa_verify.contract.subject import Inputs
 from dsa_verify.contract.system import System
 
-_DTYPES: Final = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
 _MOVE_WORDS: Final = 4  # row, ordinal of its first page, origin, pages taken from there
 
 
@@ -205,7 +204,7 @@ class InputBuffers:
             spec.name: memory.tensor(
                 spec.name,
                 spec.shape(self.widest),
-                _DTYPES[spec.dtype],
+                TORCH_DTYPES[spec.dtype],
                 of_batch,
                 spec.high - 1,
                 columns_apart=spec.columns_apart,

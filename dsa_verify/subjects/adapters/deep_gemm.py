@@ -9,8 +9,8 @@ from typing import Final
 
 import torch
 
-from dsa_verify.base.device import package_version
 from dsa_verify.base.errors import UsageError
+from dsa_verify.base.version import package_version
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.schedule_variants import VARIANTS, ScheduleVariant, shape
 
