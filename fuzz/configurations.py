@@ -108,10 +108,10 @@ def configurations(
     return found
 
 
-def describe(config: Config) -> str:
-    """Return all that sets `config` apart, in words."""
-    changes = ", ".join(f"{key} {value}" for key, value in config.geometry.overrides().items())
-    return f"{config.geometry.preset}, buckets {list(config.buckets)}{', ' + changes if changes else ''}"
+def describe(geometry: Geometry, buckets: Sequence[int]) -> str:
+    """Return all that sets a configuration apart, in words."""
+    changes = [f"{key} {value}" for key, value in geometry.overrides().items()]
+    return ", ".join([geometry.preset, f"buckets {list(buckets)}", *changes])
 
 
 def _refuse(system: System, geometry: Geometry, batches: Sequence[int], fixed: frozenset[str]) -> None:

@@ -119,13 +119,8 @@ class InputBuffers:
     def control(self, bucket: int) -> tuple[Control, torch.Tensor]:
         """Return what the judge reads of the last round of `bucket`, and the poison (int32 [1]) of that round."""
         row, columns = self._row(bucket), self._columns
-        control = Control(
-            live_tokens=row[columns.live_tokens],
-            live_candidates=row[columns.live_candidates],
-            token_rows=row[columns.token_rows],
-            row_request=row[columns.row_request],
-        )
-        return control, row[columns.poison]
+        control = {field.name: row[getattr(columns, field.name)] for field in dataclasses.fields(Control)}
+        return Control(**control), row[columns.poison]
 
     def upload(self, table: RoundTable) -> None:
         """Make row 0 of `table` the next round."""

@@ -136,7 +136,7 @@ def _fuzz_system(
     for i, config in enumerate(configs):
         if not config.rounds:
             continue
-        terminal.say(f"  {config.rounds} rounds of {describe(config)}")
+        terminal.say(f"  {config.rounds} rounds of {describe(config.geometry, config.buckets)}")
         setup = ReplaySetup.of_config(config, options.subject, options.fault, backend, ledger)
         part = fuzz(
             setup,

@@ -113,13 +113,6 @@ class Terminal:
         if run.stopped_early:
             self.say("  stopped at the first failing configuration; --keep-going runs them all")
 
-    def error(self, error: BaseException) -> None:
-        self.say(f"dsa-verify: {in_a_line(error)}", BAD)
-
-    def crash(self, error: BaseException) -> None:
-        self.say(f"dsa-verify: the harness failed, no verdict: {in_a_line(error)}", BAD)
-        self._console.print_exception()
-
     def guard(self, work: Callable[[], None]) -> int:
         """Do `work`; what ends it early is said, and the exit status for that is returned: 0 if nothing did."""
         try:
@@ -128,10 +121,10 @@ class Terminal:
             self.say("interrupted; results so far are kept")
             return exit_status(error)
         except (Exception, SystemExit) as error:  # a subject's code may call sys.exit, which is no result
-            if is_expected(error):
-                self.error(error)
-            else:
-                self.crash(error)
+            failed = "" if is_expected(error) else "the harness failed, no verdict: "
+            self.say(f"dsa-verify: {failed}{in_a_line(error)}", BAD)
+            if failed:
+                self._console.print_exception()
             return exit_status(error)
         return STATUS_EQUAL
 

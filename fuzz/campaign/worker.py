@@ -44,6 +44,7 @@ from fuzz.campaign.shard_folder import (
     shard_folder,
     shard_numbers,
 )
+from fuzz.configurations import describe
 from fuzz.engine.coverage import Coverage
 from fuzz.fuzzer import fuzz
 from fuzz.reduce.shrink import shrink
@@ -100,8 +101,7 @@ def work_shard(spec: ShardSpec, folder: Path, device: torch.device) -> ShardResu
 
 def configuration(setup: JournalledSetup) -> str:
     """Return the configuration in words, the same for shards that cover the same."""
-    facts = [setup.system.name, setup.geometry.preset, f"buckets {list(setup.buckets)}"]
-    return ", ".join(facts + [f"{key} {value}" for key, value in setup.geometry.overrides().items()])
+    return f"{setup.system.name}, {describe(setup.geometry, setup.buckets)}"
 
 
 def _setup(spec: ShardSpec, backend: Backend) -> ReplaySetup:

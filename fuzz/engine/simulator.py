@@ -140,9 +140,8 @@ class EngineSimulator:
             self.coverage.observe(round_, step)
         return round_
 
-    def emit(self, bucket: int | None = None, *, poison: str | None = None, twice: bool | None = None) -> Round:
-        """Return a round of the batch as it is, in the smallest bucket that holds it unless another is named; what is
-        not said is drawn."""
+    def emit(self, bucket: int | None = None) -> Round:
+        """Return a round of the batch as it is, in the smallest bucket that holds it unless another is named."""
         requests = self.live
         bucket = bucket or self.smallest_bucket(len(requests))
         lens: dict[str, Any] = {}
@@ -162,8 +161,8 @@ class EngineSimulator:
             requests=tuple(request.row for request in requests),
             remap=tuple(self._moved),
             prefixes=self._prefixes(self._moved),
-            poison=poison or POISONS[self.draw(Lane.OUTPUT_POISON, len(POISONS))],
-            twice=not self.draw(Lane.REPEAT, _TWICE_ONE_IN) if twice is None else twice,
+            poison=POISONS[self.draw(Lane.OUTPUT_POISON, len(POISONS))],
+            twice=not self.draw(Lane.REPEAT, _TWICE_ONE_IN),
             **lens,
         )
         self._moved = []

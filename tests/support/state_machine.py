@@ -154,7 +154,7 @@ class Machine(RuleBasedStateMachine):
     def replay(self, twice: bool) -> None:
         simulator = self.simulator
         bucket = max(self.bucket, simulator.smallest_bucket(len(simulator.live)))
-        self._run(simulator.emit(bucket, poison=self.poison, twice=twice))
+        self._run(dataclasses.replace(simulator.emit(bucket), poison=self.poison, twice=twice))
 
     # What none does --------------------------------------------------------------------------------------------------
 
