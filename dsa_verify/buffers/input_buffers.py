@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from dsa_verify.buffers.arena import TORCH_DTYPES, Guard
+from dsa_verify.buffers.arena import TORCH_DTYPES
 from dsa_verify.buffers.input_memory import InputMemory
 from dsa_verify.buffers.region import Control
 from dsa_verify.buffers.tail_reset import PaddedInputFiller
@@ -92,6 +92,7 @@ class InputBuffers:
         self._offsets = torch.arange(geometry.allocator_page, device=device)
         self._memory = InputMemory(device)
         self._subject = self._inputs(system, self._memory, geometry.input_view)
+        self.guards = self._memory.guards
         self._oracle = self._inputs(system, InputMemory(device), "plain")
         self._filler = PaddedInputFiller(self._specs, self._subject.tensors(), skip_tail_reset=skip_tail_reset)
         self._oracle_filler = PaddedInputFiller(self._specs, self._oracle.tensors())
@@ -107,10 +108,6 @@ class InputBuffers:
             tensors = inputs.tensors()
             for spec in self._specs:
                 tensors[spec.name].fill_(spec.pad)
-
-    @property
-    def guards(self) -> Sequence[Guard]:
-        return self._memory.guards
 
     def inputs(self, bucket: int) -> tuple[Inputs, Inputs]:
         """Return (subject's, oracle's) views of `bucket`."""

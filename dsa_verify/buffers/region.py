@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Protocol
 
 import torch
 
@@ -132,14 +131,7 @@ def _field_region(field: Field, got: torch.Tensor, want: torch.Tensor, control: 
     )
 
 
-class Guarded(Protocol):
-    """An Arena, or the input memory, has guards around its buffers."""
-
-    @property
-    def guards(self) -> Sequence[Guard]: ...
-
-
-def guard_regions(guarded: Guarded, kind: Kind) -> list[Region]:
+def guard_regions(guards: Sequence[Guard], kind: Kind) -> list[Region]:
     return [
         Region(
             kind=kind,
@@ -151,7 +143,7 @@ def guard_regions(guarded: Guarded, kind: Kind) -> list[Region]:
             neighbours=(guard.after, guard.before),
             gaps_per_row=guard.gaps_per_row,
         )
-        for guard in guarded.guards
+        for guard in guards
     ]
 
 

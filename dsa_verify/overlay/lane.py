@@ -25,7 +25,7 @@ from dsa_verify.judge.normalise import SortedItems
 from dsa_verify.judge.output_check import no_view
 from dsa_verify.overlay.copies import GroupedCopy, copy_plainly
 from dsa_verify.overlay.inputs import LegalInputs, Taken, token_columns
-from dsa_verify.overlay.launch import Facts, OwnStream
+from dsa_verify.overlay.launch import Facts, Mailbox, OwnStream
 from dsa_verify.overlay.piece import Piece
 from dsa_verify.overlay.ring import CaptureRing
 from dsa_verify.overlay.setup import Setup
@@ -80,7 +80,7 @@ class Lane:
             ring.freeze()  # what follows runs everything once
         self._build(facts.number)
         # Here, since memory that is pinned while the server runs would hold it up.
-        self.counters, self.evidence = stream.mailbox(self._counted()), stream.mailbox(self._evidence)
+        self.counters, self.evidence = Mailbox(stream, self._counted()), Mailbox(stream, self._evidence)
         self._forget()
         if ring is not None and frozen is not None:
             ring.frozen.copy_(frozen)
@@ -195,7 +195,7 @@ class Lane:
         if self._oracle is None:
             return {}
         for name, value in self.taken.values.items():
-            value.fill_(self.legal.spec(name).pad)
+            value.fill_(self.legal.specs[name].pad)
         self.taken.rows.zero_()
         self.legal.update()
         self._oracle.in_graph()

@@ -105,12 +105,6 @@ class OwnStream:
         if self.cuda:
             self._stream.synchronize()
 
-    def mailbox(self, tensors: Mapping[str, torch.Tensor]) -> Mailbox:
-        return Mailbox(self, tensors)
-
-    def facts(self) -> Facts:
-        return Facts(self.device)
-
 
 class Mailbox:
     """Copies of device `tensors` on the host, by the same names: `ask`, and later they are `ready`.

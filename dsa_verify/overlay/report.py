@@ -144,8 +144,8 @@ def _input_lines(lane: Lane, evidence: Host, now: Moment) -> list[Line]:
         )
 
     for name in lane.taken.values:
-        values, spec = evidence[f"taken.{name}"].tolist(), lane.legal.spec(name)
-        low, high = lane.legal.limits(name)
+        values, spec = evidence[f"taken.{name}"].tolist(), lane.legal.specs[name]
+        low, high = lane.legal.limits[name]
         first_pad = now.raw * spec.rows if lane.setup.check_pad_rows else len(values)
         pads = [(row, 0, got, spec.pad) for row, got in enumerate(values) if row >= first_pad and got != spec.pad]
         wild = [
@@ -204,7 +204,7 @@ def _one_row_each(lane: Lane, field: Field, want: torch.Tensor, owners: list[int
 
 
 def _idle_tokens(lane: Lane) -> int:
-    pad = lane.legal.spec("seq_lens").pad
+    pad = lane.legal.specs["seq_lens"].pad
     return pad + (lane.setup.geometry.draft_tokens if lane.setup.system.adds_draft else 0)
 
 

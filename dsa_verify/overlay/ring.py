@@ -18,7 +18,7 @@ from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.layout import Layout
 from dsa_verify.overlay.inputs import input_specs, token_columns
-from dsa_verify.overlay.launch import OwnStream
+from dsa_verify.overlay.launch import Facts, OwnStream
 from dsa_verify.overlay.pages import list_pages
 from dsa_verify.overlay.ring_case import Dump, Recorded, to_case
 from dsa_verify.overlay.sources import Sources
@@ -68,9 +68,10 @@ class CaptureRing:
             # The last entry takes what comes while the ring is frozen, and is never read.
             self._store = torch.full((rounds + 1, width), -1, dtype=torch.int32, device=self._device)
             self._cursor = torch.zeros(1, dtype=torch.int64, device=self._device)
-            self._frozen = torch.zeros(1, dtype=torch.int32, device=self._device)
+            # Int32 [1]: nothing is recorded while it is not 0.
+            self.frozen = torch.zeros(1, dtype=torch.int32, device=self._device)
             self._stream = OwnStream(self._device)
-            self._facts = self._stream.facts()
+            self._facts = Facts(self._device)
         self._writers: dict[int, tuple[Sources, Callable[[], None]]] = {}
         self._number = 0
 
@@ -95,11 +96,11 @@ class CaptureRing:
 
     def freeze(self) -> None:
         """Record nothing from here on; asynchronous."""
-        self._frozen.fill_(1)
+        self.frozen.fill_(1)
 
     def thaw(self) -> None:
         """Record again, into a ring as it was; asynchronous."""
-        self._frozen.zero_()
+        self.frozen.zero_()
 
     def dump(self, folder: Path, *, found: str | None = None) -> Dump:
         """Write the rounds as a case to `folder`; waits for the device. UsageError if there is none to write."""
@@ -111,11 +112,6 @@ class CaptureRing:
     def state(self) -> dict[str, torch.Tensor]:
         """Return what `save` needs, on the device."""
         return {"store": self._store, "cursor": self._cursor}
-
-    @property
-    def frozen(self) -> torch.Tensor:
-        """Return int32 [1]: nothing is recorded while it is not 0."""
-        return self._frozen
 
     def save(self, store: torch.Tensor, cursor: torch.Tensor, folder: Path, *, found: str | None = None) -> Dump:
         """Do as `dump`, from copies of `state` on the host."""
@@ -171,9 +167,9 @@ class CaptureRing:
                 made = derive(self.geometry, drawn, request_map, seed)["out_cache_loc"]
                 off = (made != values["out_cache_loc"]) & (token < raw * per_request)
                 head["misplaced"].copy_(off.sum().view(1))
-            at = torch.where(self._frozen > 0, self.rounds, self._cursor % self.rounds)
+            at = torch.where(self.frozen > 0, self.rounds, self._cursor % self.rounds)
             self._store.index_copy_(0, at, row.unsqueeze(0))
-            self._cursor.add_((self._frozen == 0).to(torch.int64))
+            self._cursor.add_((self.frozen == 0).to(torch.int64))
 
         return write
 
@@ -183,11 +179,11 @@ class CaptureRing:
         if sources.device != self._device:
             raise UsageError(f"device: the inputs are on {sources.device}, the ring is on {self._device}")
         with torch.inference_mode(False):
-            cursor, frozen = self._cursor.clone(), self._frozen.clone()
-            self._frozen.fill_(1)  # making the graph runs it once
+            cursor, frozen = self._cursor.clone(), self.frozen.clone()
+            self.frozen.fill_(1)  # making the graph runs it once
             write = self._stream.capture(self._writer_of(bucket, sources.bound))
             self._cursor.copy_(cursor)
-            self._frozen.copy_(frozen)
+            self.frozen.copy_(frozen)
         return sources, write
 
     def _writer_of(self, bucket: int, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:

@@ -70,14 +70,14 @@ class Shared:
 
     @classmethod
     def of(cls, setup: Setup, bucket: int, inputs: Any) -> Shared:
-        from dsa_verify.overlay.launch import OwnStream
+        from dsa_verify.overlay.launch import Facts, Mailbox, OwnStream
         from dsa_verify.overlay.ring import CaptureRing
         from dsa_verify.overlay.sources import Sources
 
         layout = setup.system.layout(setup.geometry, bucket)
         device = Sources.of_inputs(layout, inputs, setup.input_names).device
         stream = OwnStream(device)
-        made = cls(stream=stream, facts=stream.facts())
+        made = cls(stream=stream, facts=Facts(device))
         if setup.keep_rounds:
             made.ring = CaptureRing(
                 setup.system.name,
@@ -87,7 +87,7 @@ class Shared:
                 rounds=setup.keep_rounds,
                 subject=setup.subject,
             )
-            made.kept = stream.mailbox(made.ring.state)
+            made.kept = Mailbox(stream, made.ring.state)
         return made
 
     def ring_for(self, bucket: int) -> CaptureRing | None:

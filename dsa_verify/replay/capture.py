@@ -115,8 +115,8 @@ class Capture:
         shown = self._shown(sides, {region.name: region for region in memory})
         fields = field_regions(layout, {**sides.outputs, **shown.copies}, sides.oracle_buffers, sides.control)
         around = [
-            *guard_regions(self.arena, Kind.GUARD),
-            *guard_regions(self.input_buffers, Kind.GUARD),
+            *guard_regions(self.arena.guards, Kind.GUARD),
+            *guard_regions(self.input_buffers.guards, Kind.GUARD),
             *wider_bucket_regions(self.arena, layout.bucket),
         ]
         laws = LawWatch(layout, {**sides.outputs, **shown.righted}, sides.oracle_buffers)
@@ -228,7 +228,7 @@ class Capture:
             return Judge(regions, self.backend.device, self.input_buffers.round_index)
 
         return Judges(
-            replay=over([*fields, *around, *changing, *guard_regions(self.oracle_arena, Kind.ORACLE_GUARD)]),
+            replay=over([*fields, *around, *changing, *guard_regions(self.oracle_arena.guards, Kind.ORACLE_GUARD)]),
             private=over(private_fields(sides.layout, fields)),
             constants=over([region for region in all_inputs if region.name in _CONSTANT_INPUTS]),
             ready=over([region for region in fields if region.name in ready]),

@@ -134,8 +134,8 @@ class RankRun:
                 Region(kind=Kind.FIELD, name=f"{name} of all ranks", got=as_words(tensor), want=as_words(first))
                 for (name, tensor), first in zip(self._merged.items(), self._first_merged.values(), strict=True)
             ),
-            *guard_regions(self._arena, Kind.GUARD),
-            *guard_regions(self._input_buffers, Kind.GUARD),
+            *guard_regions(self._arena.guards, Kind.GUARD),
+            *guard_regions(self._input_buffers.guards, Kind.GUARD),
             *input_regions(inputs, self._oracle_inputs),
         ]
 

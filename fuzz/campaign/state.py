@@ -10,7 +10,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dsa_verify.base.errors import HarnessError
 from fuzz.campaign.shard_folder import (
@@ -29,6 +29,7 @@ from fuzz.campaign.shard_folder import (
     shard_numbers,
 )
 
+T = TypeVar("T")
 # A file that is JSON and has the right keys, with values that nobody wrote, raises one of these.
 _NOT_AS_WRITTEN = (KeyError, TypeError, ValueError, AttributeError)
 
@@ -101,9 +102,9 @@ class CampaignState:
         coverage: dict[str, ConfigurationCoverage] = {}
         for number in shard_numbers(root):
             shards[number] = _read_shard(root, number, coverage)
-        return cls(
-            root=root, shards=shards, coverage=coverage, waivers=_read_waivers(root), rechecks=_read_rechecks(root)
-        )
+        waivers = _read_verdicts(root / WAIVERS_FILE, _text)
+        rechecks = _read_verdicts(root / RECHECKS_FILE, lambda counts: _recheck(*counts))
+        return cls(root=root, shards=shards, coverage=coverage, waivers=waivers, rechecks=rechecks)
 
     def with_shards(self, numbers: Iterable[int]) -> CampaignState:
         """Return the state with the shards `numbers` as their folders are now."""
@@ -239,18 +240,10 @@ def _optional_text(value: Any) -> str | None:
 # What was said of findings later -------------------------------------------------------------------------------------
 
 
-def _read_waivers(root: Path) -> dict[str, str]:
-    path = root / WAIVERS_FILE
+def _read_verdicts(path: Path, read: Callable[[Any], T]) -> dict[str, T]:
+    """Return what `read` makes of each value in the file. HarnessError if it cannot be read."""
     try:
-        return {key: _text(issue) for key, issue in (read_json(path) or {}).items()}
-    except _NOT_AS_WRITTEN as error:
-        raise damaged(path, error) from None
-
-
-def _read_rechecks(root: Path) -> dict[str, Recheck]:
-    path = root / RECHECKS_FILE
-    try:
-        return {key: _recheck(*counts) for key, counts in (read_json(path) or {}).items()}
+        return {key: read(value) for key, value in (read_json(path) or {}).items()}
     except _NOT_AS_WRITTEN as error:
         raise damaged(path, error) from None
 

@@ -44,6 +44,8 @@ _COPIED: Final = (
     "dsa_cu_seqlens_k",
     "real_page_table",
 )
+# The same of SGLang's own record.
+_OF_PRECOMPUTED: Final = ("cache_seqlens", "cu_seqlens_k", "page_indices", "dsa_cache_seqlens", *_COPIED[4:])
 _RECORD_FIELDS: Final = (
     *_COPIED,
     "dsa_seqlens_expanded",
@@ -180,7 +182,9 @@ class Mtp(_Steps):
         together = FUSED if len(self._steps) >= FUSED else 0
         if together:
             records = [step.decode_cuda_graph_metadata[self._batch] for step in self._steps[:together]]
-            copy_to_three(_of_precomputed(precomputed), records, self._batch, precomputed.max_len)
+            copy_to_three(
+                [getattr(precomputed, name) for name in _OF_PRECOMPUTED], records, self._batch, precomputed.max_len
+            )
             for step, record in zip(self._steps[:together], records, strict=True):
                 step.refresh_kpool(precomputed)
                 step.forward_metadata = record
@@ -291,18 +295,6 @@ def _real(record: Any, source: Sequence[torch.Tensor | None]) -> torch.Tensor | 
     """Return the real table; with a page size of 1 there is one table, and it is copied once."""
     found: torch.Tensor | None = record.real_page_table if source[-1] is not None else None
     return found
-
-
-def _of_precomputed(record: Any) -> list[torch.Tensor | None]:
-    """The tensors that _COPIED names, of SGLang's own record."""
-    return [
-        record.cache_seqlens,
-        record.cu_seqlens_k,
-        record.page_indices,
-        record.dsa_cache_seqlens,
-        record.dsa_cu_seqlens_k,
-        record.real_page_table,
-    ]
 
 
 def new_record(geometry: Geometry, bucket: int, device: torch.device) -> Buffers:
