@@ -28,7 +28,7 @@ from dsa_verify.overlay.inputs import LegalInputs, Taken, token_columns
 from dsa_verify.overlay.launch import Facts, Mailbox, OwnStream
 from dsa_verify.overlay.piece import Piece
 from dsa_verify.overlay.ring import CaptureRing
-from dsa_verify.overlay.setup import Setup
+from dsa_verify.overlay.setup import Setup, compared
 from dsa_verify.overlay.sources import Sources
 from dsa_verify.replay.replayer import ORACLE_WORD
 from dsa_verify.systems.indexer import WRITE_PLAN
@@ -62,7 +62,7 @@ class Lane:
     ):
         self.setup, self.bucket, self.ring, self._stream = setup, bucket, ring, stream
         self.layout = setup.system.layout(setup.geometry, bucket)
-        judged = _judged(self.layout, setup.fields)
+        judged = compared(self.layout, setup.fields)
         self.inputs = Sources.of_inputs(self.layout, inputs, setup.input_names)
         # The server's own preparation writes more than what is compared; all of that has to be put back.
         written = self.layout if setup.reference is not None else judged
@@ -308,17 +308,6 @@ class Lane:
         for field in self.layout:
             if field.name.endswith(WRITE_PLAN + "req"):
                 self.want[field.name].copy_(self.legal.requests)
-
-
-def _judged(layout: Layout, names: tuple[str, ...] | None) -> Layout:
-    """Return the fields of `layout` that are compared; a view whose owner is not among them is compared as itself."""
-    unknown = [name for name in names or () if name not in layout]
-    if unknown or names == ():
-        raise UsageError(
-            f"fields: {', '.join(unknown) or 'none are named'}; the fields of {layout.system} are "
-            f"{', '.join(field.name for field in layout)}"
-        )
-    return layout.without([field.name for field in layout if names is not None and field.name not in names])
 
 
 def _separate(judged: Layout, outputs: Mapping[str, torch.Tensor]) -> Layout:

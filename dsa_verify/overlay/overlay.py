@@ -28,7 +28,7 @@ import torch
 from dsa_verify.base.errors import NothingVerified, UsageError
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.overlay.inputs import input_specs
-from dsa_verify.overlay.setup import Reference, Setup, Shared
+from dsa_verify.overlay.setup import Reference, Setup, Shared, compared
 from dsa_verify.overlay.summary import LineLog, Reasons, Summary
 from dsa_verify.systems.catalogue import get_system
 
@@ -131,11 +131,7 @@ class Overlay:
         known = get_system(system)
         resolved = Geometry.resolve(geometry) if isinstance(geometry, str) else geometry
         input_specs(known, resolved)  # refuses a system that no check can know
-        layout = known.layout(resolved, 1)
-        unknown = [name for name in fields or () if name not in layout]
-        if unknown or fields == ():
-            has = ", ".join(field.name for field in layout)
-            raise UsageError(f"fields: {', '.join(unknown) or 'an empty list'}; the fields of {system} are {has}")
+        compared(known.layout(resolved, 1), fields)  # refuses what is no field
         for name, value, least in (("first", first, 1), ("every", every, 1), ("rank", rank, 0)):
             if value is not None and value < least:
                 raise UsageError(f"{name}: {value} is below {least}; use {least} or more")
@@ -406,7 +402,7 @@ class Overlay:
             self._reasons.add(self._replays, "it was launched and not seen to end", self._launched - checked)
         setup = self._setup
         known = setup.system.layout(setup.geometry, max(self._lanes, default=1))
-        compared = tuple(field.name for field in known if setup.fields is None or field.name in setup.fields)
+        names = tuple(field.name for field in known if setup.fields is None or field.name in setup.fields)
         return Summary(
             system=setup.system.name,
             rank=setup.rank,
@@ -418,8 +414,8 @@ class Overlay:
             could_not_run=dict(self._reasons.counts),
             batches=dict(sorted(batches.items())),
             differing_words=dict(words),
-            compared=compared,
-            not_compared=tuple(field.name for field in known if field.name not in compared),
+            compared=names,
+            not_compared=tuple(field.name for field in known if field.name not in names),
             cases=tuple(self._cases),
             lines_left_out=self._log.left_out,
         )

@@ -112,21 +112,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _read_round(data: Any, path: str, system: System, geometry: Geometry, buckets: Sequence[int]) -> Round:
     body = _Reader(data, path)
-    body.only(
-        "bucket",
-        "seq_lens",
-        "requests",
-        "extend_lens",
-        "accept_lens",
-        "verify_lens",
-        "replay_floors",
-        "remap",
-        "prefixes",
-        "poison",
-        "twice",
-        "foreign",
-        "seed",
-    )
+    body.only(*(field.name for field in dataclasses.fields(Round)))
     bucket = body.integer("bucket", 1, MAX_BATCH)
     if bucket not in buckets:
         raise UsageError(f"{path}.bucket: {bucket} is not captured; buckets are {list(buckets)}, add it there")

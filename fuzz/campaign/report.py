@@ -182,10 +182,7 @@ def report_lines(facts: Mapping[str, Any], root: Path) -> list[str]:
         lines += ["", *finding_lines(finding, root, facts["replay_options"])]
     if facts["attempts"]:
         lines += ["", "attempts that ended without a result of their own:"]
-        lines += [
-            f"  shard {each['shard']}: {each['ended']}: {each['text']} ({each['rounds_lost']} rounds in flight lost)"
-            for each in facts["attempts"]
-        ]
+        lines += [f"  {attempt_line(each['shard'], each)}" for each in facts["attempts"]]
     if facts["coverage"]:
         lines += ["", "coverage:"]
         lines += [f"  {each['visited']} of {each['possible']}  {each['configuration']}" for each in facts["coverage"]]
@@ -194,6 +191,11 @@ def report_lines(facts: Mapping[str, Any], root: Path) -> list[str]:
         lines += ["  " + ", ".join(f"{name} {value}" for name, value in each.items()) for each in facts["provenance"]]
     lines += ["", *verdict_lines(facts)]
     return lines
+
+
+def attempt_line(shard: int, attempt: Mapping[str, Any]) -> str:
+    """Return how an attempt of `shard` ended."""
+    return f"shard {shard}: {attempt['ended']}: {attempt['text']} ({attempt['rounds_lost']} rounds in flight lost)"
 
 
 def finding_lines(finding: Mapping[str, Any], root: Path, replay_options: Sequence[str]) -> list[str]:

@@ -123,13 +123,11 @@ def _setup(spec: ShardSpec, backend: Backend) -> ReplaySetup:
 
 
 def _ledger(plan: Plan) -> Ledger:
-    if plan.waivers is None:
-        ledger = choose_ledger(None, False)
-    elif not plan.waivers:
-        ledger = choose_ledger(None, True)
-    else:
+    if plan.waivers:
         ledger = parse_ledger(plan.waivers, LEDGER_FILE)
         check_names(ledger)
+    else:
+        ledger = choose_ledger(None, plan.waivers is not None)
     return ledger.allowing_compilations(plan.allow_compilations)
 
 

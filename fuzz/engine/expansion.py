@@ -22,9 +22,8 @@ from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import POISONS, Round
 from dsa_verify.contract.static_inputs import PAD_REQUEST
 from dsa_verify.contract.system import System
-from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
+from dsa_verify.rounds.matrix import REMAPS_PER_ROUND, undefined_when_empty
 from fuzz.engine.boundaries import boundary_lengths
-from fuzz.engine.limits import undefined_when_empty
 
 # The finaliser of splitmix64: odd multipliers and shifts after which every input bit reaches every output bit.
 _MULTIPLIERS: Final = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.system import System
-from dsa_verify.rounds.matrix import undefined_when_empty as undefined_when_empty
 
 
 def most_requests(system: System, geometry: Geometry, bucket: int) -> int:

@@ -16,10 +16,9 @@ from support import DEVICE
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Scenario
 from dsa_verify.rounds.case_file import parse_case
-from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
+from dsa_verify.rounds.matrix import REMAPS_PER_ROUND, undefined_when_empty
 from dsa_verify.systems.catalogue import SYSTEMS
 from fuzz.engine.expansion import REGIMES, Lane, RoundSpec, below, bits, expand, expand_columns, regimes, word
-from fuzz.engine.limits import undefined_when_empty
 from fuzz.engine.strategies import spec_at
 
 # (system, preset, geometry, buckets): each regime, count and refusal that a system of today has.
