@@ -35,7 +35,7 @@ from dsa_verify.rounds.matrix import Config
 from dsa_verify.systems.catalogue import is_ours
 from dsa_verify.systems.engines import engine_subject
 from dsa_verify.systems.shapes import companion
-from fuzz.engine.expansion import Lane, word
+from fuzz.engine.expansion import Stream, word
 
 SMALL: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 WIDE: Final = {
@@ -142,7 +142,7 @@ def deal(values: Sequence[T], position: int, deck: str) -> T:
     """Return the card at `position` of a deck of `values` that is shuffled anew each time it has been dealt."""
     turn, place = divmod(position, len(values))
     name = zlib.crc32(deck.encode())
-    order = sorted(range(len(values)), key=lambda i: word(turn, name, Lane.CONFIGURATION, i))
+    order = sorted(range(len(values)), key=lambda i: word(turn, name, Stream.CONFIGURATION, i))
     return values[order[place]]
 
 

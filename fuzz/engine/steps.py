@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round
 from dsa_verify.contract.system import System
-from fuzz.engine.expansion import Lane
+from fuzz.engine.expansion import Stream
 from fuzz.engine.expansion import regimes as outside_regimes
 from fuzz.engine.limits import most_requests
 
@@ -26,7 +26,7 @@ class SimulatedEngine(Protocol):
     most: int
     buckets: tuple[int, ...]
 
-    def draw(self, lane: int, span: int) -> int: ...
+    def draw(self, stream: int, span: int) -> int: ...
     def admit(self) -> None: ...
     def finish(self, at: int, *, swap: bool = False) -> None: ...
     def preempt(self) -> None: ...
@@ -56,13 +56,13 @@ def names_of(
 
 
 def _admit(simulator: SimulatedEngine) -> None:
-    for _ in range(1 + simulator.draw(Lane.COUNT, max(simulator.most // 2, 1))):
+    for _ in range(1 + simulator.draw(Stream.COUNT, max(simulator.most // 2, 1))):
         simulator.admit()
 
 
 def _finish(simulator: SimulatedEngine) -> None:
     if simulator.live:
-        simulator.finish(simulator.draw(Lane.WHICH, len(simulator.live)), swap=bool(simulator.draw(Lane.ORDER, 2)))
+        simulator.finish(simulator.draw(Stream.WHICH, len(simulator.live)), swap=bool(simulator.draw(Stream.ORDER, 2)))
 
 
 def _preempt(simulator: SimulatedEngine) -> None:
@@ -73,7 +73,7 @@ def _preempt(simulator: SimulatedEngine) -> None:
 def _one(change: Callable[[SimulatedEngine, int], None]) -> Callable[[SimulatedEngine], None]:
     def step(simulator: SimulatedEngine) -> None:
         if simulator.live:
-            change(simulator, simulator.draw(Lane.WHICH, len(simulator.live)))
+            change(simulator, simulator.draw(Stream.WHICH, len(simulator.live)))
 
     return step
 
@@ -81,7 +81,7 @@ def _one(change: Callable[[SimulatedEngine, int], None]) -> Callable[[SimulatedE
 def _idle(simulator: SimulatedEngine) -> Round:
     """An idle rank replays with the others, though it has nothing to do (contract 7)."""
     waiting, simulator.live = simulator.live, []
-    round_ = simulator.emit(simulator.buckets[simulator.draw(Lane.BUCKET, len(simulator.buckets))])
+    round_ = simulator.emit(simulator.buckets[simulator.draw(Stream.BUCKET, len(simulator.buckets))])
     simulator.live = waiting
     return round_
 
@@ -90,7 +90,7 @@ def _wider_bucket(simulator: SimulatedEngine) -> Round:
     """Another rank of the data-parallel group has more requests, so this one pads its batch further."""
     least = simulator.smallest_bucket(len(simulator.live))
     wider = [bucket for bucket in simulator.buckets if bucket > least] or [least]
-    return simulator.emit(wider[simulator.draw(Lane.BUCKET, len(wider))])
+    return simulator.emit(wider[simulator.draw(Stream.BUCKET, len(wider))])
 
 
 ENGINE: Final[dict[str, Callable[[SimulatedEngine], Round | None]]] = {

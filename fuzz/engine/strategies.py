@@ -13,7 +13,7 @@ import numpy as np
 
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.system import System
-from fuzz.engine.expansion import Lane, RoundSpec, below, bits, regimes, word
+from fuzz.engine.expansion import RoundSpec, Stream, below, bits, regimes, word
 from fuzz.engine.limits import most_requests
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ def spec_at(seed: int, round_: int, system: System, geometry: Geometry, buckets:
     element = count()
 
     def choose(values: Sequence[T]) -> T:
-        return values[below(word(seed, round_, Lane.SPEC, next(element)), len(values))]
+        return values[below(word(seed, round_, Stream.SPEC, next(element)), len(values))]
 
     return chosen_spec(choose, system, geometry, buckets, range(seed, seed + 1), round_)
 
@@ -34,7 +34,7 @@ def specs_at(seed: int, numbers: range, system: System, geometry: Geometry, buck
     """Return `spec_at` of all `numbers`, in a few array operations instead of thousands of Python ones."""
     round_ = np.array(numbers, np.int64)[:, None]
     # Bucket, raw batch, regime and hot entries, in the order in which `chosen_spec` chooses them.
-    words = bits(np.array([[seed]], np.int64), round_, np.array([[Lane.SPEC]], np.int64), np.arange(4)[None, :])
+    words = bits(np.array([[seed]], np.int64), round_, np.array([[Stream.SPEC]], np.int64), np.arange(4)[None, :])
     bucket = np.array(buckets, np.int64)[below(words[:, 0], len(buckets))]
     most = {each: most_requests(system, geometry, each) for each in buckets}
     raw = below(words[:, 1], np.array([most[each] for each in bucket.tolist()], np.int64) + 1)

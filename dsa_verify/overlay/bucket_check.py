@@ -1,6 +1,6 @@
-"""Lane: everything of one bucket that a check of the overlay touches, and the check itself.
+"""BucketCheck: everything of one bucket that a check of the overlay touches, and the check itself.
 
-Lifetimes. What is *taken* from the server (inputs, the rows of its request map, outputs) lies in buffers of the lane,
+Lifetimes. What is *taken* from the server (inputs, the rows of its request map, outputs) lies in buffers of the check,
 written on the server's stream and read on the overlay's own. What is *wanted* comes from the oracle, over the inputs
 that were taken, or from the server's own preparation, which rewrites the live outputs in place before they are put
 back. What was wanted in the check *before* is kept, because a wrong value is most often an old one. *Evidence* is a
@@ -42,10 +42,10 @@ class ReferenceFailed(Exception):
     """The server's own preparation raised; what was live before is live again."""
 
 
-class Lane:
+class BucketCheck:
     """Opened on the tensors of one bucket, which its graphs read from then on; opening it synchronises.
 
-    UsageError for tensors that cannot be those of the layout, or a lane that would need more than `setup.max_bytes`.
+    UsageError for tensors that cannot be those of the layout, or a check that would need more than `setup.max_bytes`.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Lane:
 
     # The check -----------------------------------------------------------------------------------------------------
 
-    def check(self, number: int, raw: int, inputs: Any, outputs: Any, also: Sequence[torch.Tensor]) -> dict[str, str]:
+    def run(self, number: int, raw: int, inputs: Any, outputs: Any, also: Sequence[torch.Tensor]) -> dict[str, str]:
         """Launch the check of replay `number`, waiting for nothing; by name, which outputs have moved, and how.
 
         Raises UsageError for tensors that cannot be those of the layout, ReferenceFailed.
