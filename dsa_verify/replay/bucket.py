@@ -24,7 +24,7 @@ from dsa_verify.judge.law_regions import LawWatch
 from dsa_verify.judge.normalise import SortedItems, WithinTolerance
 from dsa_verify.judge.pad_rows import NormalisedPadRows
 from dsa_verify.replay.first_replay import FirstReplay
-from dsa_verify.waivers.mask import WaivedWords
+from dsa_verify.waivers.mask import WaiverMask
 from dsa_verify.waivers.waivers import Waiver
 
 
@@ -95,7 +95,7 @@ class Shown:
     in one. `waived`: copies in which what a waiver covers is right."""
 
     forms: Mapping[str, SortedItems | WithinTolerance | NormalisedPadRows]
-    waived: tuple[WaivedWords, ...]
+    waived: tuple[WaiverMask, ...]
 
     @property
     def righted(self) -> dict[str, torch.Tensor]:
@@ -187,7 +187,7 @@ class CapturedBucket(Sides):
     rounds: int = 0
 
     @property
-    def waived(self) -> tuple[WaivedWords, ...]:
+    def waived(self) -> tuple[WaiverMask, ...]:
         """Return the words that waivers cover."""
         return self.shown.waived
 

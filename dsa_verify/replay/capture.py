@@ -44,7 +44,7 @@ from dsa_verify.judge.output_check import wrong_outputs
 from dsa_verify.judge.pad_rows import normalised_pad_rows
 from dsa_verify.replay.bucket import CapturedBucket, Judges, Shown, Sides, host_copy, nothing
 from dsa_verify.replay.subject_stages import SubjectError, SubjectStages
-from dsa_verify.waivers.mask import WaivedWords
+from dsa_verify.waivers.mask import WaiverMask
 from dsa_verify.waivers.waivers import Waiver
 
 _CONSTANT_INPUTS: Final = ("full_to_swa",)
@@ -202,7 +202,7 @@ class Capture:
             **normalised_pad_rows(self.form, layout, outputs, sides.oracle_buffers, sides.oracle_inputs, sides.control),
         }
         waived = [
-            WaivedWords(
+            WaiverMask(
                 waiver,
                 memory[waiver.field],
                 outputs[waiver.field],

@@ -16,7 +16,7 @@ from dsa_verify.contract.finding import Finding
 from dsa_verify.graphs import Backend
 from dsa_verify.report.streams import report_stream
 from dsa_verify.run.runner import RunResult, total
-from dsa_verify.waivers.waivers import beyond, rounds_by_waiver
+from dsa_verify.waivers.waivers import named_waivers, rounds_by_waiver
 
 GOOD: Final = "green"
 BAD: Final = "bold red"
@@ -95,7 +95,7 @@ class Terminal:
             self.say(
                 f"  {counted(late, 'kernel')} {were} compiled while rounds ran, which is allowed: {run.may_compile}"
             )
-        waived = beyond(rounds_by_waiver(counts.waivers.values()))
+        waived = named_waivers(rounds_by_waiver(counts.waivers.values()))
         if waived:
             self.say(f"  {counted(counts.mismatches, 'mismatch')}{waived}")
         for use in run.gone:
@@ -133,7 +133,7 @@ class Terminal:
         findings = sum(len(run.findings) for run in runs)
         gone = sum(len(run.gone) for run in runs)
         if status == STATUS_EQUAL:
-            waived = beyond(rounds_by_waiver(counts.waivers.values())).partition(":")[0]
+            waived = named_waivers(rounds_by_waiver(counts.waivers.values())).partition(":")[0]
             text = f"{counted(counts.rounds_checked, 'replay')} checked, all equal{waived}"
         elif status == STATUS_NOTHING_VERIFIED:
             text = "nothing was verified: a system or case had no round to check"

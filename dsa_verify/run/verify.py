@@ -27,8 +27,8 @@ from dsa_verify.buffers.region import Kind
 from dsa_verify.contract.finding import Finding
 from dsa_verify.contract.round import Round, Scenario
 from dsa_verify.contract.round_table import RoundTable
-from dsa_verify.diagnosis.beyond_waivers import Covered
 from dsa_verify.diagnosis.confirm import confirm
+from dsa_verify.diagnosis.not_waived import Covered
 from dsa_verify.diagnosis.other_findings import fault_finding, flaky_finding, flaky_waived, late_compilations
 from dsa_verify.replay.observation import BucketSeen, Observation
 from dsa_verify.replay.planted import require_sight

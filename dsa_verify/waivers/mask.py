@@ -1,4 +1,4 @@
-"""WaivedWords: which words of a field a waiver covers, found on the device in every round, so that every other word is
+"""WaiverMask: which words of a field a waiver covers, found on the device in every round, so that every other word is
 still judged bit by bit.
 
 The judge is shown a copy of the field in which the covered words have become what they must be. A word that was never
@@ -34,7 +34,7 @@ class Seen:
     first_round: int
 
 
-class WaivedWords:
+class WaiverMask:
     """The words of one field of one bucket.
 
     `region`: the field as it lies in `source`, the subject's output. `shown`: what the judge would be shown instead,

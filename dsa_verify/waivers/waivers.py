@@ -209,7 +209,7 @@ def rounds_by_waiver(uses: Iterable[WaiverUse]) -> dict[str, int]:
     return rounds
 
 
-def beyond(rounds: Mapping[str, int]) -> str:
+def named_waivers(rounds: Mapping[str, int]) -> str:
     """ " beyond 2 named waivers: ID (17 rounds), ID (3 rounds)", to be put behind a count; empty if there are none."""
     listed = ", ".join(f"{name} ({count} round{'s' * (count != 1)})" for name, count in rounds.items())
     return f" beyond {len(rounds)} named waiver{'s' * (len(rounds) != 1)}: {listed}" if rounds else ""
