@@ -180,8 +180,7 @@ class _Draw:
 
     @property
     def _ragged(self) -> bool:
-        """Return whether rounds say how many tokens each request verifies, within the token rows of a graph (contract
-        9)."""
+        """Return whether rounds say how many tokens each request verifies, within a graph's token rows (contract 9)."""
         return "verify_lens" in self.system.lens(self.base)
 
     @property
@@ -200,8 +199,7 @@ class _Draw:
 
     @property
     def _turn(self) -> int:
-        """Return the turn of the decks of sizes: wide and huge ones are one a run, the others follow each other from
-        run to run."""
+        """Return the turn of the decks of sizes: wide and huge ones are one a run, the others go on from run to run."""
         if self.kind == "small":
             return self.seed * SMALL_CONFIGS + self.index - 1
         return self._position if self.kind == "given" else self.seed
@@ -281,8 +279,7 @@ class _Draw:
         return max(space // (DISJOINT_GENERATIONS * geometry.pages_per_row) - 1, 1)
 
     def _graph_tokens(self, geometry: Geometry, buckets: Sequence[int], card: int) -> int:
-        """Return as many as all requests of the first bucket could verify, or as few as there are slots, or between, or
-        whatever each bucket makes of it (0)."""
+        """Return what all requests of the first bucket could verify, or the slots, or between, or 0: as each bucket."""
         full, least = buckets[0] * geometry.draft_tokens, max(buckets)
         if self._counts_rows:
             return max(min(card, full), least)
@@ -371,8 +368,7 @@ class _Draw:
 
 
 def _widths(geometry: Geometry) -> tuple[int, ...]:
-    """Return the context; narrower ones (contract 1.6), odd so that no page and no block divides it, and of whole
-    pages."""
+    """Return the context; narrower ones (contract 1.6), odd so that no page or block divides it, and of whole pages."""
     whole = max(geometry.context // 2 // geometry.page_size, 1) * geometry.page_size
     return 0, geometry.context * 2 // 3 | 1, min(whole, geometry.context)
 

@@ -100,8 +100,7 @@ class InputBuffers:
         self.reset()
 
     def reset(self) -> None:
-        """Put the inputs into the state in which engines capture: every row a pad row (contract 0.2), no round
-        begun."""
+        """Put the inputs into the state in which engines capture: all pad rows (contract 0.2), no round begun."""
         self._cursor.fill_(-1)
         self.round_index.fill_(-1)
         for inputs in (self._subject, self._oracle):
@@ -178,8 +177,7 @@ class InputBuffers:
             inputs.req_to_token.index_copy_(0, rows, slots)
 
     def _page_starts(self, ordinals: torch.Tensor) -> torch.Tensor:
-        """Return the first slot of each page of rows of their own, int64 [rows, pages]: rounds.token_slots on the
-        device."""
+        """Return the first slot of each page of rows of their own, int64 [rows, pages], as rounds.token_slots does."""
         geometry = self.geometry
         ids = geometry.first_page + (ordinals[:, None] + self._pages) * PAGE_ID_MULTIPLIER % geometry.page_id_space
         return ids * geometry.allocator_page
@@ -220,8 +218,7 @@ class InputBuffers:
         return dataclasses.replace(inputs, **self._views(inputs, bucket))
 
     def _views(self, inputs: Inputs, bucket: int) -> dict[str, torch.Tensor]:
-        """Return the rows of `bucket` of each input that has rows of the batch, in the order of their
-        specifications."""
+        """Return the rows of `bucket` of each input that has rows of the batch, in the specifications' order."""
         tensors = inputs.tensors()
         return {spec.name: tensors[spec.name].narrow(spec.axis, 0, bucket * spec.rows) for spec in self._specs}
 

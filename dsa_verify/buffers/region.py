@@ -93,8 +93,7 @@ def field_regions(
     oracle: Mapping[str, torch.Tensor],
     control: Control,
 ) -> list[Region]:
-    """Return a region for each field that owns memory, in layout order. An alias is its owner's memory; the ledger sees
-    that it stays one."""
+    """Return a region for each field that owns memory, in layout order. The ledger sees that aliases stay aliases."""
     return [
         _field_region(field, subject[field.name], oracle[field.name], control)
         for field in layout

@@ -1,5 +1,4 @@
-"""Findings that no differing element shows: a failing subject, a late compilation, a difference that did not show
-again."""
+"""Findings that no differing element shows: a failing subject, a late compilation, a difference that was seen once."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ def fault_finding(setup: ReplaySetup, fault: SubjectError) -> Finding:
 
 
 def late_compilations(setup: ReplaySetup, compiled: Sequence[Compilation]) -> list[Finding]:
-    """Return a finding for each kernel that was compiled while rounds ran, of its first time. It does not show again in
-    this process, which has the kernel now."""
+    """Return a finding for each kernel's first compilation while rounds ran; this process does not show it again."""
     first: dict[str, Compilation] = {}
     for each in compiled:
         first.setdefault(each.kernel, each)

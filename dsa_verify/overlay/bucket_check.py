@@ -204,8 +204,7 @@ class BucketCheck:
     def _exchanges(
         self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
     ) -> Iterator[list[Piece]]:
-        """Yield the pieces that take everything from the server, that collect what its preparation made, that restore
-        it."""
+        """Yield the pieces that take all from the server, that collect what its preparation made, that restore it."""
         take = [Piece.of(to, inputs[name]) for name, to in self.taken.values.items()]
         columns = self.taken.rows.shape[1]
         take.append(Piece.of(self.taken.rows, inputs["req_to_token"][:, :columns], inputs["req_pool_indices"]))
@@ -303,16 +302,14 @@ class BucketCheck:
             self.ring.frozen.copy_(self.ring.frozen | self._go)
 
     def _name_requests(self) -> None:
-        """Name the requests as the server does: the oracle numbers requests by batch row; the one field that holds them
-        holds the server's."""
+        """Name requests as the server does in the one field that holds them: the oracle numbers them by batch row."""
         for field in self.layout:
             if field.name.endswith(WRITE_PLAN + "req"):
                 self.want[field.name].copy_(self.legal.requests)
 
 
 def _separate(judged: Layout, outputs: Mapping[str, torch.Tensor]) -> Layout:
-    """Return `judged` without aliases that are no views in `outputs`: a server may keep them apart, and each is then
-    compared as itself."""
+    """Return `judged` without aliases that are no views in `outputs`: a server that keeps both has each compared."""
     fields = tuple(
         dataclasses.replace(field, alias=None)
         if field.alias is not None and no_view(field, outputs[field.name], outputs[field.alias])

@@ -329,45 +329,31 @@ class Overlay:
             # The sentence would name what the case does not reveal: requests and pages of the server.
             dump = device.ring.save(**device.kept.host, folder=self._setup.directory, found=f"{diagnosis}: {field}")
         except UsageError as error:
-            self._log.write({"kind": "no case", "rank": self._setup.rank, "reason": str(error)})
+            self._note("no case", reason=str(error))
             return None
         path = str(dump.path)
-        self._log.write(
-            {
-                "kind": "case",
-                "rank": self._setup.rank,
-                "case": path,
-                "replays": dump.numbers,
-                "left_out": dump.left_out,
-                "not_representable": dump.not_representable,
-            }
-        )
+        left_out, not_representable = dump.left_out, dump.not_representable
+        self._note("case", case=path, replays=dump.numbers, left_out=left_out, not_representable=not_representable)
         if path not in self._cases:
             self._cases.append(path)
         return path
 
     def _write_news(self) -> None:
         """Write the lines of what the hot path has only noted."""
-        rank = self._setup.rank
         while self._reasons.new:
             replay, reason = self._reasons.new.popleft()
-            self._log.write({"kind": "could not run", "rank": rank, "replay": replay, "reason": reason})
+            self._note("could not run", replay=replay, reason=reason)
         while self._new_moves:
             replay, raw, bucket, name, change = self._new_moves.popleft()
-            self._log.write(
-                {
-                    "kind": "buffer replaced",
-                    "rank": rank,
-                    "replay": replay,
-                    "raw_batch": raw,
-                    "bucket": bucket,
-                    "field": name,
-                    "sentence": (
-                        f"buffer replaced: {name} of bucket {bucket}: {change} since it was prepared; a graph that "
-                        "captured the old one still reads it (contract 1)"
-                    ),
-                }
+            sentence = (
+                f"buffer replaced: {name} of bucket {bucket}: {change} since it was prepared; a graph that captured "
+                "the old one still reads it (contract 1)"
             )
+            self._note("buffer replaced", replay=replay, raw_batch=raw, bucket=bucket, field=name, sentence=sentence)
+
+    def _note(self, kind: str, **facts: object) -> None:
+        """Write a line of this rank."""
+        self._log.write({"kind": kind, "rank": self._setup.rank, **facts})
 
     def _end(self) -> None:
         try:

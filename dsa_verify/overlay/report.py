@@ -248,8 +248,7 @@ def _by_page(known: Evidence, first: Difference, found: Diagnosed) -> Diagnosed:
 
 
 def _with_open_ranges(layout: Layout) -> Layout:
-    """Return the layout without upper bounds that follow from how many slots there are: they say nothing of a server,
-    whose pool is of another size."""
+    """Return the layout without upper bounds that follow from the number of slots: a server's pool has another size."""
     longest = layout.geometry.context + layout.geometry.draft_tokens + 1
     fields = tuple(
         dataclasses.replace(field, high=max(field.high, 1 << 31)) if field.high > longest else field for field in layout

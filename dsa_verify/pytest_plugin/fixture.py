@@ -201,8 +201,7 @@ def _check_numbers(name: str, value: object) -> None:
 
 
 def failure_text(run: RunResult) -> str:
-    """Return what a failing test prints: a head line, each waiver that is gone, and each finding with its case and
-    the command that shows it."""
+    """Return what a failing test prints: a head line, each waiver that is gone, each finding with case and command."""
     head = f"{run.system}, subject {run.subject}, on {run.device}"
     rounds = run.counts.rounds_checked
     if not run.findings and not run.gone:

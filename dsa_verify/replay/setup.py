@@ -80,8 +80,7 @@ class ReplaySetup:
         backend: Backend,
         ledger: Ledger = NO_WAIVERS,
     ) -> ReplaySetup:
-        """Make the setup of `subject`, which is a reference, or the factory itself where it has no name to be loaded
-        by."""
+        """Make the setup of `subject`: a reference, or the factory itself where it has no name to be loaded by."""
         label, factory = cls.factory_of(system, subject)
         check_device(label, backend.device)
         # Refuse a geometry that the system has no layout for, a wrong name or field now, not at the first capture.

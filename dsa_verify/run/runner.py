@@ -155,8 +155,7 @@ class Runner:
 
 
 def new_result(system: str, subject: Subject, backend: Backend, ledger: Ledger = NO_WAIVERS) -> RunResult:
-    """Return an empty result; UsageError if the subject, or the code that it is of, cannot be found, NothingVerified if
-    it needs another device."""
+    """Return an empty result; UsageError without the subject or its code, NothingVerified for want of its device."""
     label, factory = ReplaySetup.factory_of(get_system(system), subject)
     check_device(label, backend.device)
     return RunResult(

@@ -277,8 +277,7 @@ def _stem(finding: Finding) -> str:
 
 
 def _save(scenario: Scenario, stem: str, folder: Path | None) -> Path | None:
-    """Write the case; its name carries a digest of its text, so two different cases never overwrite each other.
-    OSError if it cannot be written."""
+    """Write the case, with a digest of its text in the name so that none overwrites another. OSError if it cannot."""
     if folder is None:
         return None
     text = scenario.to_json()

@@ -1,5 +1,4 @@
-"""WaiverMask: which words of a field a waiver covers, found on the device in every round, so that every other word is
-still judged bit by bit.
+"""WaiverMask: which words of a field a waiver covers, found on the device in every round; all others are judged.
 
 The judge is shown a copy of the field in which the covered words have become what they must be. A word that was never
 written is exactly what it was before the replay, and one that is frozen is what was right for the inputs at capture:

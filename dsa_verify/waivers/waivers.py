@@ -1,8 +1,7 @@
-"""Waiver: a known difference between a published kernel and the contract, which a run names and counts but does not
-fail for.
+"""Waiver: a known difference between a published kernel and the contract, which a run counts but does not fail for.
 
 A waiver covers one kind of wrong, in named fields of one subject, within a range of versions, and nothing else. It
-fails the run once its difference is gone. What it covers is decided word by word on the device (waived_words.py). The
+fails the run once its difference is gone. What it covers is decided word by word on the device (mask.py). The
 ledger that is shipped is waivers.toml; docs/waivers.md says how to write one.
 
 Nothing here imports torch until the names in a ledger are held against the layouts: a campaign reads one, too.
@@ -131,8 +130,7 @@ class Waiver:
         return self.law is not None or not self.by_diagnosis or not self.diagnoses <= EXACT
 
     def is_for(self, explanation: Explanation, said: str) -> bool:
-        """Return whether an element with that explanation, of which the subject itself said `said`, is what the waiver
-        is for."""
+        """Return whether the waiver is for an element so explained, of which the subject itself said `said`."""
         return (
             explanation.kind in self.diagnoses
             and (not self.causes or explanation.cause in self.causes)
@@ -200,8 +198,7 @@ class WaiverUse:
 
 
 def rounds_by_waiver(uses: Iterable[WaiverUse]) -> dict[str, int]:
-    """Rounds in which each difference was seen, without those that never were. Of several fields of one waiver, the one
-    with the most rounds counts."""
+    """Rounds in which each difference was seen, if any. Of several fields of one waiver, the most rounds count."""
     rounds: dict[str, int] = {}
     for use in uses:
         if use.words:

@@ -276,8 +276,7 @@ def run_campaign(root: Path, plan: Plan, limits: Limits, pool: Pool, display: Di
 
 @contextlib.contextmanager
 def writable_folder(root: Path) -> Iterator[None]:
-    """Write into `root` inside. UsageError before anything is done if nothing can be put there; HarnessError in words
-    if the disk gets full."""
+    """Write into `root` inside. UsageError if nothing can be put there; HarnessError in words if the disk gets full."""
     check_folder(str(root))
     try:
         yield

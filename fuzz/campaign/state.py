@@ -151,8 +151,7 @@ class _ShardReader:
 
 
 def _read_shard(root: Path, number: int, coverage: dict[str, ConfigurationCoverage]) -> ShardState:
-    """Read one file at a time, so that a damaged one takes no other with it. What the shard has covered goes into
-    `coverage`."""
+    """Read one file at a time, so that a damaged one takes no other with it. Adds to `coverage` what is covered."""
     reader = _ShardReader(root, number)
     path = reader.folder / RESULT_FILE
     result = reader.attempt(path, lambda: ShardResult.read(reader.folder))

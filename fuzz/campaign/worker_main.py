@@ -40,8 +40,7 @@ STATUS_OFFSET: Final = 96
 
 
 def _work(arguments: list[str], folder: Path) -> None:
-    """Run the shard of `folder` in this process, or repeat a case that ended another. Raises what the statuses stand
-    for."""
+    """Run the shard of `folder` in this process, or repeat a case. Raises what the statuses stand for."""
     from dsa_verify.base.device import choose_device
 
     if len(arguments) > 1:
@@ -95,8 +94,7 @@ def _reason(error: BaseException, status: int) -> str:
 
 
 def _say(text: str) -> None:
-    """Write to standard error, which is the shard's log and may be on the disk that is full: that is no death of its
-    own."""
+    """Write to standard error, the shard's log; that its disk may be full is no death of its own."""
     with contextlib.suppress(OSError):
         print(f"dsa-verify: {text}", file=sys.stderr, flush=True)
 
@@ -114,8 +112,7 @@ def _end_with_parent() -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a shard: the arguments are `FOLDER`, whose spec.json says what to run; or `FOLDER CASE DEVICE`: repeat that
-    case."""
+    """Run the shard of `FOLDER`, whose spec.json says what to run; or, given `FOLDER CASE DEVICE`, repeat that case."""
     _end_with_parent()
     folder = Path(arguments[0])
 

@@ -226,8 +226,7 @@ class Coverage:
         return found | {("boundary", boundary.name): count for boundary, count in self.boundaries.items()}
 
     def _total_bands(self, quantity: Quantity, bucket: int) -> set[int]:
-        """Return the bands that a round of `bucket` can reach, taking it that every total between least and most can
-        be."""
+        """Return the bands that a round of `bucket` can reach, if every total between least and most can be."""
         rows = full_rows(self.system, self.geometry, bucket)
         full = Round(bucket=bucket, seq_lens=(), requests=(1,) * bucket, verify_lens=rows)
         ends = [(int(self.candidates[end]),) * bucket for end in (0, -1)]

@@ -219,8 +219,7 @@ def expand(spec: RoundSpec, system: System, geometry: Geometry) -> Round:
 
 
 def moves_of(columns: dict[str, Any], i: int) -> list[tuple[int, int, int]]:
-    """Return (row, origin, pages) of the request rows that move in row `i`, each once; 0 pages if it takes no
-    prefix."""
+    """Return (row, origin, pages) of the request rows that move in row `i`, each once; 0 pages: no prefix."""
     names = ("remap", "remap_origins", "remap_pages")
     found: dict[int, tuple[int, int, int]] = {}
     for row, origin, pages in zip(*(columns[name][i].tolist() for name in names), strict=True):
@@ -358,8 +357,7 @@ class _Columns:
         return 1 + self._where(total > spare, extra * spare // self._where(total > 0, total, 1), extra)
 
     def _floors(self, lengths: Any) -> Any:
-        """Return 0 of half of the requests, else around the window; of requests that several batch rows name always
-        0."""
+        """Return 0 of half of the requests, else around the window; 0 where several batch rows name a request."""
         stream = self._array(np.array([[Stream.FLOOR]], np.int64))
         steps = self.geometry.window + 5
         drawn = below(bits(self.seed, self.round, stream, self.batch_row), 2 * steps)

@@ -34,8 +34,7 @@ _NOT_VARIED: Final = ("draft_tokens", "request_rows")  # of the overrides: these
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The verdict on one value of the case: `what` it is, and with which values the finding `stays`: FREE, or in
-    words."""
+    """The verdict on one value of the case: `what` it is, and where the finding `stays`: FREE, or in words."""
 
     what: str
     value: str
@@ -111,8 +110,7 @@ class _Study:
             study()
 
     def sentence(self, finished: bool) -> str:
-        """Return the explanation in words, such as "2 rounds, 1 request: length 64 then 65; any request row; everything
-        else is free"."""
+        """Return the explanation, such as "2 rounds, 1 request: length 64 then 65; everything else is free"."""
         raw = [round_.raw_batch for round_ in self.case.rounds]
         counts = " then ".join(map(str, raw)) if len(set(raw)) > 1 else str(raw[0])
         head = f"{len(raw)} {_plural('round', len(raw))}, {counts} {_plural('request', max(raw))}"
@@ -236,8 +234,7 @@ class _Study:
             self.phrases.append(f"any {_plural('request row', len(rows))}{together}")
 
     def _with_rows_to_try(self, last: int) -> Scenario:
-        """Return the case, with more request rows where it has hardly any behind `last` and they do not end the
-        finding."""
+        """Return the case, with more request rows where few lie behind `last` and more do not end the finding."""
         count = self.case.geometry.request_rows
         if last + 2 < count:
             return self.case
@@ -334,8 +331,7 @@ class _Study:
             yield value, dataclasses.replace(self.case, geometry=geometry)
 
     def _counted(self, size: int, variants: dict[int, Scenario]) -> str:
-        """Return where the finding stays with another number than `size`: FREE, that number alone, or as many or
-        more."""
+        """Return where the finding stays but at `size`: FREE, that number alone, or as many or more."""
         shows = {other: self.shows(case) for other, case in variants.items() if is_legal(case)}
         if all(shows.values()):
             return FREE

@@ -254,8 +254,7 @@ def smaller_geometry(search: _Search) -> None:
 
 
 def plain_requests(search: _Search) -> None:
-    """Requests 1, 2, 3, ... in the order in which they come, or of each round anew, or else each as low as it may be;
-    few request rows."""
+    """Requests 1, 2, 3, ... as they come, or of each round anew, or else each as low as it may be; few request rows."""
     live = [row for row in named_requests(search.best) if row != PAD_REQUEST]
     search.attempt(with_requests(search.best, {row: i for i, row in enumerate(live, 1)}))
     search.attempt_each(lambda round_: _set(requests=tuple(range(1, round_.raw_batch + 1)))(round_))

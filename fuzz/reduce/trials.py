@@ -159,8 +159,7 @@ class Trials:
 
 
 def is_legal(scenario: Scenario) -> bool:
-    """Return whether the case reader accepts `scenario`, its system has a layout for it, and the contract defines
-    it."""
+    """Return whether the case reader accepts `scenario`, its system lays it out, and the contract defines it."""
     try:
         parse_case(scenario.to_json())
         for bucket in scenario.buckets:

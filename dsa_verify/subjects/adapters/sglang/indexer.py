@@ -91,8 +91,7 @@ class Indexer:
             deep_gemm.refresh(rows, self._buffers[name])
 
     def plan(self, name: str, lengths: torch.Tensor, *, in_place: bool) -> None:
-        """int32 `lengths` [rows] into the plan `name`, if it is covered. `in_place`: as pooled plans are refreshed, the
-        others being copied."""
+        """int32 `lengths` [rows] into the plan `name`, if covered. `in_place`: not copied, as pooled plans are not."""
         if not is_plan(name) or not self.builds(name):
             return
         plan_topk_v2 = wheel.attribute(PLANNER, "plan_topk_v2")

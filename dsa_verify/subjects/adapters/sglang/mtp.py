@@ -253,8 +253,7 @@ class Copy:
 
 
 def compile_copies(geometry: Geometry) -> None:
-    """UsageError if a copy kernel cannot be compiled. SGLang would fall back on single copies, and say so in a line
-    that nobody reads."""
+    """UsageError if a copy kernel cannot be compiled: SGLang falls back on single copies, in a line nobody reads."""
     real = geometry.page_size > 1
     calls: list[tuple[str, tuple[object, ...]]] = [
         ("_jit_fused_metadata_copy_module", (DECODE_MODE, real, False)),

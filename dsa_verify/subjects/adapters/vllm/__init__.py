@@ -13,8 +13,7 @@ _COMPILES: Final = "kernels of its preparation are made anew for values of a bat
 
 
 def _subjects(system: str, **rows: tuple[str, str]) -> dict[str, EngineSubject]:
-    """Return the subjects of `system`, by name. A row has the place (module of this package and attribute) and the
-    summary."""
+    """Return the subjects of `system` by name: the place (module of this package and attribute) and the summary."""
     return {
         name: EngineSubject(
             name=f"vllm:{name}", system=system, reference=f"{_PACKAGE}.{place}", summary=summary, compiles=_COMPILES
