@@ -35,7 +35,7 @@ from dsa_verify.rounds.matrix import Config
 from dsa_verify.systems.catalogue import is_ours
 from dsa_verify.systems.engines import engine_subject
 from dsa_verify.systems.shapes import companion
-from fuzz.engine.expansion import Lane, word
+from fuzz.engine.expansion import Stream, word
 
 SMALL: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 WIDE: Final = {
@@ -108,10 +108,10 @@ def configurations(
     return found
 
 
-def describe(config: Config) -> str:
-    """Return all that sets `config` apart, in words."""
-    changes = ", ".join(f"{key} {value}" for key, value in config.geometry.overrides().items())
-    return f"{config.geometry.preset}, buckets {list(config.buckets)}{', ' + changes if changes else ''}"
+def describe(geometry: Geometry, buckets: Sequence[int]) -> str:
+    """Return all that sets a configuration apart, in words."""
+    changes = [f"{key} {value}" for key, value in geometry.overrides().items()]
+    return ", ".join([geometry.preset, f"buckets {list(buckets)}", *changes])
 
 
 def _refuse(system: System, geometry: Geometry, batches: Sequence[int], fixed: frozenset[str]) -> None:
@@ -142,7 +142,7 @@ def deal(values: Sequence[T], position: int, deck: str) -> T:
     """Return the card at `position` of a deck of `values` that is shuffled anew each time it has been dealt."""
     turn, place = divmod(position, len(values))
     name = zlib.crc32(deck.encode())
-    order = sorted(range(len(values)), key=lambda i: word(turn, name, Lane.CONFIGURATION, i))
+    order = sorted(range(len(values)), key=lambda i: word(turn, name, Stream.CONFIGURATION, i))
     return values[order[place]]
 
 
@@ -180,8 +180,7 @@ class _Draw:
 
     @property
     def _ragged(self) -> bool:
-        """Return whether rounds say how many tokens each request verifies, within the token rows of a graph (contract
-        9)."""
+        """Return whether rounds say how many tokens each request verifies, within a graph's token rows (contract 9)."""
         return "graph_tokens" in self.base.own
 
     @property
@@ -200,8 +199,7 @@ class _Draw:
 
     @property
     def _turn(self) -> int:
-        """Return the turn of the decks of sizes: wide and huge ones are one a run, the others follow each other from
-        run to run."""
+        """Return the turn of the decks of sizes: wide and huge ones are one a run, the others go on from run to run."""
         if self.kind == "small":
             return self.seed * SMALL_CONFIGS + self.index - 1
         return self._position if self.kind == "given" else self.seed
@@ -281,8 +279,7 @@ class _Draw:
         return max(space // (DISJOINT_GENERATIONS * geometry.pages_per_row) - 1, 1)
 
     def _graph_tokens(self, geometry: Geometry, buckets: Sequence[int], card: int) -> int:
-        """Return as many as all requests of the first bucket could verify, or as few as there are slots, or between, or
-        whatever each bucket makes of it (0)."""
+        """Return what all requests of the first bucket could verify, or the slots, or between, or 0: as each bucket."""
         full, least = buckets[0] * geometry.draft_tokens, max(buckets)
         if self._counts_rows:
             return max(min(card, full), least)
@@ -371,8 +368,7 @@ class _Draw:
 
 
 def _widths(geometry: Geometry) -> tuple[int, ...]:
-    """Return the context; narrower ones (contract 1.6), odd so that no page and no block divides it, and of whole
-    pages."""
+    """Return the context; narrower ones (contract 1.6), odd so that no page or block divides it, and of whole pages."""
     whole = max(geometry.context // 2 // geometry.page_size, 1) * geometry.page_size
     return 0, geometry.context * 2 // 3 | 1, min(whole, geometry.context)
 

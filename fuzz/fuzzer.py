@@ -29,8 +29,7 @@ SLOW_CHUNK_ROUNDS: Final = 64  # on a CPU, where a round costs more than a poll
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FuzzResult:
     """A fuzz run ended with this. `requested`: rounds that were asked for; `executed`: that were replayed. They differ
-    only after a finding, when `coverage` has seen the whole chunk in which it was. `captures`: how often all buckets
-    were captured. `counts.configs` is 1."""
+    only after a finding, when `coverage` has seen its whole chunk. `captures`: how often all buckets were captured."""
 
     seed: int
     requested: int

@@ -113,44 +113,6 @@ def merge(partial_out: torch.Tensor, partial_lse: torch.Tensor, log_base: str) -
     return out, logarithm(total) + top
 
 
-# The ragged prefix gather of extend (contract 8.4), token interleave only --------------------------------------------
-
-
-def padded_lengths(starts: torch.Tensor, lengths: torch.Tensor, size: int) -> torch.Tensor:
-    """Rows that each rank sends of each prefix range [start, start + length), pads included."""
-    return (lengths + starts.remainder(size) + size - 1).floor_divide(size)
-
-
-def pads(starts: torch.Tensor, lengths: torch.Tensor, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(left, right), 0 or 1 a request: pad rows before and after what `rank` owns of the range."""
-    left = starts.remainder(size) > rank
-    right = (starts + lengths - 1).remainder(size) < rank
-    return left.to(torch.int64), right.to(torch.int64)
-
-
-def token_order(starts: torch.Tensor, lengths: torch.Tensor, size: int, rank_rows: int) -> torch.Tensor:
-    """int64 [sum of lengths]: for each token of all ranges in turn the row of the rank-major gather, `rank_rows` rows a
-    rank, that holds it. Not capturable: its size depends on the lengths."""
-    padded = padded_lengths(starts, lengths, size)
-    request = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-    first = torch.cumsum(lengths, 0) - lengths
-    position = starts[request] + torch.arange(len(request), device=lengths.device) - first[request]
-    at = (torch.cumsum(padded, 0) - padded)[request] + position // size - starts[request] // size
-    return position.remainder(size) * rank_rows + at
-
-
-def kv_indices(prefix_lens: torch.Tensor, extend_lens: torch.Tensor) -> torch.Tensor:
-    """int64 [sum of both]: for the layout [prefix; extend] of each request in turn, the row of a buffer that holds all
-    prefixes first and all extends after them. Not capturable."""
-    prefixes = torch.cumsum(prefix_lens, 0)
-    extends = torch.cumsum(extend_lens, 0) + prefixes[-1]
-    pieces = []
-    for b in range(len(prefix_lens)):
-        pieces.append(torch.arange(int(prefixes[b] - prefix_lens[b]), int(prefixes[b])))
-        pieces.append(torch.arange(int(extends[b] - extend_lens[b]), int(extends[b])))
-    return torch.cat(pieces).to(prefix_lens.device)
-
-
 def _owned(selection: torch.Tensor, rank: int, size: int, block: int) -> torch.Tensor:
     return (selection >= 0) & (owner(selection, size, block) == rank)
 

@@ -10,13 +10,12 @@ import os
 import platform
 import re
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 import torch
 
 from dsa_verify.base.errors import UsageError
-from dsa_verify.base.version import own_version
+from dsa_verify.base.version import own_version, package_version
 
 INTERPRET: Final = "TRITON_INTERPRET"
 
@@ -82,10 +81,3 @@ def environment(device: torch.device) -> dict[str, Any]:
             "cuda": torch.version.cuda,
         }
     return facts
-
-
-def package_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

@@ -1,5 +1,4 @@
-"""Results are written here. A place that cannot be written is refused before the run, and a failure after it is told
-without a traceback."""
+"""Where results are written: refused before the run if it cannot be, and told without a traceback if it fails later."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from dsa_verify.buffers.arena import Guard
+from dsa_verify.buffers.arena import TORCH_DTYPES
 from dsa_verify.buffers.input_memory import InputMemory
 from dsa_verify.buffers.region import Control
 from dsa_verify.buffers.tail_reset import PaddedInputFiller
@@ -24,7 +24,6 @@ from dsa_verify.contract.static_inputs import PAD_REQUEST
 from dsa_verify.contract.subject import Inputs
 from dsa_verify.contract.system import System
 
-_DTYPES: Final = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
 _MOVE_WORDS: Final = 4  # row, ordinal of its first page, origin, pages taken from there
 
 
@@ -93,6 +92,7 @@ class InputBuffers:
         self._offsets = torch.arange(geometry.allocator_page, device=device)
         self._memory = InputMemory(device)
         self._subject = self._inputs(system, self._memory, geometry.input_view)
+        self.guards = self._memory.guards
         self._oracle = self._inputs(system, InputMemory(device), "plain")
         self._filler = PaddedInputFiller(self._specs, self._subject.tensors(), skip_tail_reset=skip_tail_reset)
         self._oracle_filler = PaddedInputFiller(self._specs, self._oracle.tensors())
@@ -100,18 +100,13 @@ class InputBuffers:
         self.reset()
 
     def reset(self) -> None:
-        """Put the inputs into the state in which engines capture: every row a pad row (contract 0.2), no round
-        begun."""
+        """Put the inputs into the state in which engines capture: all pad rows (contract 0.2), no round begun."""
         self._cursor.fill_(-1)
         self.round_index.fill_(-1)
         for inputs in (self._subject, self._oracle):
             tensors = inputs.tensors()
             for spec in self._specs:
                 tensors[spec.name].fill_(spec.pad)
-
-    @property
-    def guards(self) -> Sequence[Guard]:
-        return self._memory.guards
 
     def inputs(self, bucket: int) -> tuple[Inputs, Inputs]:
         """Return (subject's, oracle's) views of `bucket`."""
@@ -120,13 +115,8 @@ class InputBuffers:
     def control(self, bucket: int) -> tuple[Control, torch.Tensor]:
         """Return what the judge reads of the last round of `bucket`, and the poison (int32 [1]) of that round."""
         row, columns = self._row(bucket), self._columns
-        control = Control(
-            live_tokens=row[columns.live_tokens],
-            live_candidates=row[columns.live_candidates],
-            token_rows=row[columns.token_rows],
-            row_request=row[columns.row_request],
-        )
-        return control, row[columns.poison]
+        control = {field.name: row[getattr(columns, field.name)] for field in dataclasses.fields(Control)}
+        return Control(**control), row[columns.poison]
 
     def upload(self, table: RoundTable) -> None:
         """Make row 0 of `table` the next round."""
@@ -187,8 +177,7 @@ class InputBuffers:
             inputs.req_to_token.index_copy_(0, rows, slots)
 
     def _page_starts(self, ordinals: torch.Tensor) -> torch.Tensor:
-        """Return the first slot of each page of rows of their own, int64 [rows, pages]: rounds.token_slots on the
-        device."""
+        """Return the first slot of each page of rows of their own, int64 [rows, pages], as rounds.token_slots does."""
         geometry = self.geometry
         ids = geometry.first_page + (ordinals[:, None] + self._pages) * PAGE_ID_MULTIPLIER % geometry.page_id_space
         return ids * geometry.allocator_page
@@ -205,7 +194,7 @@ class InputBuffers:
             spec.name: memory.tensor(
                 spec.name,
                 spec.shape(self.widest),
-                _DTYPES[spec.dtype],
+                TORCH_DTYPES[spec.dtype],
                 of_batch,
                 spec.high - 1,
                 columns_apart=spec.columns_apart,
@@ -230,8 +219,7 @@ class InputBuffers:
         return inputs.replace(**self._views(inputs, bucket))
 
     def _views(self, inputs: Inputs, bucket: int) -> dict[str, torch.Tensor]:
-        """Return the rows of `bucket` of each input that has rows of the batch, in the order of their
-        specifications."""
+        """Return the rows of `bucket` of each input that has rows of the batch, in the specifications' order."""
         tensors = inputs.tensors()
         return {spec.name: tensors[spec.name].narrow(spec.axis, 0, bucket * spec.rows) for spec in self._specs}
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Protocol
 
 import torch
 
@@ -94,8 +93,7 @@ def field_regions(
     oracle: Mapping[str, torch.Tensor],
     control: Control,
 ) -> list[Region]:
-    """Return a region for each field that owns memory, in layout order. An alias is its owner's memory; the ledger sees
-    that it stays one."""
+    """Return a region for each field that owns memory, in layout order. The ledger sees that aliases stay aliases."""
     return [
         _field_region(field, subject[field.name], oracle[field.name], control, oracle.get(live_rows_name(field.name)))
         for field in layout
@@ -134,14 +132,7 @@ def _field_region(
     )
 
 
-class Guarded(Protocol):
-    """An Arena, or the input memory, has guards around its buffers."""
-
-    @property
-    def guards(self) -> Sequence[Guard]: ...
-
-
-def guard_regions(guarded: Guarded, kind: Kind) -> list[Region]:
+def guard_regions(guards: Sequence[Guard], kind: Kind) -> list[Region]:
     return [
         Region(
             kind=kind,
@@ -153,7 +144,7 @@ def guard_regions(guarded: Guarded, kind: Kind) -> list[Region]:
             neighbours=(guard.after, guard.before),
             gaps_per_row=guard.gaps_per_row,
         )
-        for guard in guarded.guards
+        for guard in guards
     ]
 
 

@@ -27,11 +27,8 @@ class RegionTable:
     def __init__(self, regions: Sequence[Region], device: torch.device):
         rows = [_describe(region) for region in regions]
         self._kept = list(regions)  # the table holds bare addresses: keep what they point to
-        counts = [-(-region.got.numel() // TILE_WORDS) for region in regions]
-        owner = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        ordinal = np.concatenate([np.arange(count, dtype=np.int32) for count in counts] or [np.zeros(0, np.int32)])
         self._regions = torch.tensor(rows, dtype=torch.int64).view(-1, _COLUMNS).to(device)
-        self._tiles = torch.from_numpy(np.stack([owner, ordinal], 1).copy()).to(device)
+        self._tiles = tiles_of([region.got.numel() for region in regions], device)
         self._device = device
 
     def judge(
@@ -66,6 +63,14 @@ class RegionTable:
             )
 
 
+def tiles_of(words: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return int32 [tiles, 2]: which entry of a table each tile is of, and which of its tiles; `words`: by entry."""
+    counts = [-(-count // TILE_WORDS) for count in words]
+    owner = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    ordinal = np.concatenate([np.arange(count, dtype=np.int32) for count in counts] or [np.zeros(0, np.int32)])
+    return torch.from_numpy(np.stack([owner, ordinal], 1).copy()).to(device)
+
+
 def _describe(region: Region) -> list[int]:
     def address(tensor: torch.Tensor | None) -> int:
         return 0 if tensor is None else tensor.data_ptr()
@@ -97,7 +102,8 @@ def _describe(region: Region) -> list[int]:
 
 
 @triton.jit
-def _tile_start(regions, tiles, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+def tile_start(regions, tiles, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+    """Of this program's tile: the entry's number and address, whose third value is the words of a row, and places."""
     program = tl.program_id(0).to(tl.int64)
     region = tl.load(tiles + program * 2).to(tl.int64)
     ordinal = tl.load(tiles + program * 2 + 1).to(tl.int64)
@@ -126,7 +132,7 @@ def _judge_kernel(
     RING_COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    region, entry, row, word = _tile_start(regions, tiles, COLUMNS, TILE)
+    region, entry, row, word = tile_start(regions, tiles, COLUMNS, TILE)
     got_base = tl.load(entry).to(tl.pointer_type(tl.int32))
     rows = tl.load(entry + 1)
     got_stride, got_step = tl.load(entry + 3), tl.load(entry + 20).to(tl.int32)
@@ -192,7 +198,7 @@ def _poison_kernel(
     LOUD: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    _region, entry, row, word = _tile_start(regions, tiles, COLUMNS, TILE)
+    _region, entry, row, word = tile_start(regions, tiles, COLUMNS, TILE)
     base = tl.load(entry).to(tl.pointer_type(tl.int32))
     rows = tl.load(entry + 1)
     stride, step = tl.load(entry + 3), tl.load(entry + 20).to(tl.int32)

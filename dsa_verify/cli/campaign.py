@@ -9,7 +9,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,6 +38,7 @@ from fuzz.campaign.state import CampaignState
 from fuzz.campaign.supervisor import REPEATS, TIMEOUT_S
 from fuzz.campaign.verdicts import note_recheck, waive
 
+Command = Callable[..., Any]
 DEFAULT_BUDGET: Final = "1h"
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 # What a plan is where nothing else is said; the systems are those that a run which names none includes.
@@ -54,6 +55,12 @@ class _DefaultRun(click.Group):
 
 
 _FOLDER: Final = click.Path(path_type=Path, file_okay=False)
+
+
+def _timeout_option(text: str) -> Callable[[Command], Command]:
+    return click.option(
+        "--timeout", "timeout_s", type=float, default=TIMEOUT_S, show_default=True, metavar="SECONDS", help=text
+    )
 
 
 @click.group(cls=_DefaultRun, context_settings={"help_option_names": ["-h", "--help"]})
@@ -137,15 +144,7 @@ def main() -> None:
     type=click.IntRange(min=1),
     help="Run this many shards at once. The default is one for each GPU, or for each core.",
 )
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=float,
-    default=TIMEOUT_S,
-    show_default=True,
-    metavar="SECONDS",
-    help="Seconds without a heartbeat after which a worker counts as hung.",
-)
+@_timeout_option("Seconds without a heartbeat after which a worker counts as hung.")
 def run(
     root: Path,
     budget: str | None,
@@ -256,15 +255,7 @@ def waive_command(root: Path, key: str, issue: str) -> None:
 
 @main.command()
 @click.argument("root", metavar="DIR", type=_FOLDER)
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=float,
-    default=TIMEOUT_S,
-    show_default=True,
-    metavar="SECONDS",
-    help="Seconds after which a replay counts as hung.",
-)
+@_timeout_option("Seconds after which a replay counts as hung.")
 def recheck(root: Path, timeout_s: float) -> None:
     """Replay every finding's case and mark those that no longer reproduce as fixed."""
     _check_timeout(timeout_s)

@@ -9,8 +9,9 @@ from typing import Final
 import click
 import torch
 
-from dsa_verify.base.device import environment, package_version
+from dsa_verify.base.device import environment
 from dsa_verify.base.errors import STATUS_EQUAL, STATUS_HARNESS
+from dsa_verify.base.version import package_version
 from dsa_verify.graphs import open_backend
 from dsa_verify.systems.engines import ENGINES, engine_subjects
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from dsa_verify.base.atomic_write import reason_of, write_atomically
 from dsa_verify.base.device import environment
 from dsa_verify.base.errors import UsageError
-from dsa_verify.base.writable import write
+from dsa_verify.cli.options import RunOptions
 from dsa_verify.contract import progress
 from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.geometry import parse_settings
@@ -31,7 +30,7 @@ from dsa_verify.run.runner import Outcome, RunResult, new_result, status_of
 from dsa_verify.run.verify import replay_command
 from dsa_verify.subjects.faults import systems_of
 from dsa_verify.systems.catalogue import default_subject, get_system, resolve_geometry, systems_to_run
-from dsa_verify.waivers.waivers import Ledger, choose_ledger
+from dsa_verify.waivers.waivers import Ledger
 from fuzz.configurations import configurations, describe, share_out, visited
 from fuzz.engine.coverage import Coverage, say
 from fuzz.fuzzer import FuzzResult, fuzz
@@ -46,26 +45,11 @@ NOT_SHRUNK: Final = (Diagnosis.FLAKY, Diagnosis.RECOMPILES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The options of the command, as parsed; `settings` are KEY=VALUE texts."""
+class Options(RunOptions):
+    """The options of the command, as parsed."""
 
-    systems: tuple[str, ...]
-    preset: str | None
-    subject: str | None
-    fault: str | None
-    rounds: int | None
-    seed: int
-    batches: tuple[int, ...]
-    drafts: tuple[int, ...]
-    settings: tuple[str, ...]
     resident: bool
-    keep_going: bool
     shrink_s: float
-    json_path: Path | None
-    folder: Path
-    waivers: Path | None = None
-    no_waivers: bool = False
-    allow_compilations: bool = False
 
 
 def run(options: Options, device: torch.device) -> int:
@@ -74,7 +58,7 @@ def run(options: Options, device: torch.device) -> int:
     names = systems_to_run(options.systems, options.subject, systems_of(options.fault))
     rounds = options.rounds if options.rounds is not None else ROUNDS[device.type]
     plan = [(get_system(name), _configs(get_system(name), names, rounds, options, backend)) for name in names]
-    ledger = choose_ledger(options.waivers, options.no_waivers).allowing_compilations(options.allow_compilations)
+    ledger = options.ledger()
     ledger.refuse_if_idle([(system.name, options.subject or default_subject(system)) for system, _ in plan])
     runs: list[RunResult] = []
     results: list[dict[str, Any]] = []
@@ -92,10 +76,7 @@ def run(options: Options, device: torch.device) -> int:
 
         status = terminal.guard(work) or status_of(runs)
         terminal.verdict(runs, status)
-    if options.json_path is not None:
-        text = json.dumps({**document.of(runs, status), "fuzz": results}, indent=2)
-        return write(options.json_path, text + "\n", status)
-    return status
+    return document.save(runs, status, options.json_path, fuzz=results)
 
 
 def _configs(system: System, names: Sequence[str], rounds: int, options: Options, backend: Backend) -> list[Config]:
@@ -128,9 +109,7 @@ def _with_the_fault(configs: Sequence[Config], rounds: int, options: Options, ba
     found, refusals = list[Config](), list[UsageError]()
     for config in configs:
         try:
-            ReplaySetup.make(
-                config.system, config.geometry, config.buckets, options.seed, options.subject, options.fault, backend
-            )
+            ReplaySetup.of_config(config, options.subject, options.fault, backend)
             found.append(config)
         except UsageError as error:
             refusals.append(error)
@@ -158,17 +137,8 @@ def _fuzz_system(
     for i, config in enumerate(configs):
         if not config.rounds:
             continue
-        terminal.say(f"  {config.rounds} rounds of {describe(config)}")
-        setup = ReplaySetup.make(
-            system,
-            config.geometry,
-            config.buckets,
-            options.seed,
-            options.subject,
-            options.fault,
-            backend,
-            ledger,
-        )
+        terminal.say(f"  {config.rounds} rounds of {describe(config.geometry, config.buckets)}")
+        setup = ReplaySetup.of_config(config, options.subject, options.fault, backend, ledger)
         part = fuzz(
             setup,
             config.rounds,

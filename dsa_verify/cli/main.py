@@ -6,6 +6,7 @@ written even when a run is cut short, and every way to end has an exit status of
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import traceback
@@ -209,14 +210,7 @@ def replay(timeout_s: float, **options: Any) -> None:
 
     The matrix has 16 configurations for each system, each of 17 rounds (padded: 68).
     """
-
-    def work() -> int:
-        device = _choose_device(options.pop("device"))
-        from dsa_verify.cli.replay import Options, run
-
-        return run(Options(**options), device)
-
-    _end(_delivered(work, timeout_s, options))
+    _run("replay", timeout_s, options)
 
 
 @cli.command(epilog=STATUSES)
@@ -249,14 +243,7 @@ def fuzz(timeout_s: float, **options: Any) -> None:
 
     Coverage steers the rounds to what was not visited yet. The first finding ends the search, and its case is shrunk.
     """
-
-    def work() -> int:
-        device = _choose_device(options.pop("device"))
-        from dsa_verify.cli.fuzz import Options, run
-
-        return run(Options(**options), device)
-
-    _end(_delivered(work, timeout_s, options))
+    _run("fuzz", timeout_s, options)
 
 
 @cli.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
@@ -304,6 +291,17 @@ def faults(system: str | None) -> None:
     from dsa_verify.cli.faults import run
 
     run(system)
+
+
+def _run(name: str, timeout_s: float, options: dict[str, Any]) -> None:
+    """Run the command `name` with its options in a child, and end as it does."""
+
+    def work() -> int:
+        device = _choose_device(options.pop("device"))
+        command = importlib.import_module(f"dsa_verify.cli.{name}")
+        return int(command.run(command.Options(**options), device))
+
+    _end(_delivered(work, timeout_s, options))
 
 
 def _delivered(work: Callable[[], int], timeout_s: float, options: dict[str, Any]) -> int:

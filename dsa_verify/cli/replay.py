@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import torch
 
-from dsa_verify.base import writable as files
 from dsa_verify.base.device import environment
 from dsa_verify.base.errors import UsageError
+from dsa_verify.cli.options import RunOptions
 from dsa_verify.contract import progress
 from dsa_verify.contract.geometry import parse_settings
 from dsa_verify.contract.round import Scenario
 from dsa_verify.graphs import Backend, open_backend
-from dsa_verify.report import document, junit
+from dsa_verify.report import document
 from dsa_verify.report.terminal import Terminal
 from dsa_verify.rounds.case_file import read_case
 from dsa_verify.rounds.edge_configs import edges, why_not_here
@@ -26,7 +25,6 @@ from dsa_verify.run.runner import Runner, RunResult, new_result, status_of
 from dsa_verify.subjects.faults import systems_of
 from dsa_verify.systems.catalogue import default_subject, get_system, resolve_geometry, systems_to_run
 from dsa_verify.systems.trust import check_trust
-from dsa_verify.waivers.waivers import choose_ledger
 
 # Options that shape the matrix, by attribute of Options, with the value of each that is not given.
 MATRIX_FLAGS: Final[dict[str, tuple[str, object]]] = {
@@ -42,26 +40,11 @@ MATRIX_FLAGS: Final[dict[str, tuple[str, object]]] = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The options of the command, as parsed; `settings` are KEY=VALUE texts."""
+class Options(RunOptions):
+    """The options of the command, as parsed."""
 
     cases: tuple[Path, ...]
-    systems: tuple[str, ...]
-    preset: str | None
-    subject: str | None
-    fault: str | None
-    rounds: int | None
-    seed: int
-    batches: tuple[int, ...]
-    drafts: tuple[int, ...]
-    settings: tuple[str, ...]
-    keep_going: bool
-    json_path: Path | None
     junit_path: Path | None
-    folder: Path
-    waivers: Path | None = None
-    no_waivers: bool = False
-    allow_compilations: bool = False
     edges: bool = False
     trust: bool = False
 
@@ -78,7 +61,7 @@ def run(options: Options, device: torch.device) -> int:
     plan = _cases_plan(options, scenarios) if scenarios else _matrix_plan(options, backend)
     if options.trust and (not scenarios or options.subject is not None):
         raise UsageError("--trust: has no effect without a CASE, or where --subject names what runs; leave it out")
-    ledger = choose_ledger(options.waivers, options.no_waivers).allowing_compilations(options.allow_compilations)
+    ledger = options.ledger()
     ledger.refuse_if_idle(
         [(item.system, item.subject(options) or default_subject(get_system(item.system))) for item in plan]
     )
@@ -106,12 +89,7 @@ def run(options: Options, device: torch.device) -> int:
 
         status = terminal.guard(work) or status_of(runs)
         terminal.verdict(runs, status)
-    if options.json_path is not None:
-        text = json.dumps(document.of(runs, status), indent=2) + "\n"
-        status = files.write(options.json_path, text, status)
-    if options.junit_path is not None:
-        status = files.write(options.junit_path, junit.of(runs), status)
-    return status
+    return document.save(runs, status, options.json_path, options.junit_path)
 
 
 # What is to be run ---------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class Account:
         """The field, guard or input that it is about."""
         return self.base.field
 
-    def settle(self) -> None:
+    def look_again(self) -> None:
         """Take the explanation that one more replay has shown; its difference is looked at where it lies now."""
         if self.difference is not None:
             seen = self.difference

@@ -15,9 +15,9 @@ from dsa_verify.contract.finding import Finding
 from dsa_verify.contract.round import Round
 from dsa_verify.diagnosis.account import Account
 from dsa_verify.diagnosis.accounts import accounts_of
-from dsa_verify.diagnosis.beyond_waivers import Covered, beyond_waivers
 from dsa_verify.diagnosis.evidence import Moment
 from dsa_verify.diagnosis.moments import capture_moment, evidence_of, moment_of
+from dsa_verify.diagnosis.not_waived import Covered, not_waived
 from dsa_verify.diagnosis.other_findings import fault_finding
 from dsa_verify.replay.bucket import CapturedBucket
 from dsa_verify.replay.replayer import Replayer
@@ -45,7 +45,7 @@ def confirm(setup: ReplaySetup, rounds: Sequence[Round], *, waived: set[Covered]
         def look_at_replay(captured: CapturedBucket, row: int) -> None:
             evidence = evidence_of(captured, moment_of(setup, captured, table, row), history, capture)
             found.extend(accounts_of(setup, replayer, captured, evidence, told))
-            found.extend(beyond_waivers(setup, captured, evidence, {account.field for account in found}, waived))
+            found.extend(not_waived(setup, captured, evidence, {account.field for account in found}, waived))
             history.append(evidence.now)
 
         def look(captured: CapturedBucket, row: int) -> bool:
@@ -79,4 +79,4 @@ def _replay_again(setup: ReplaySetup, replayer: Replayer, round_: Round, slots: 
     except SubjectError:
         return  # what was found before it stands
     for account in found:
-        account.settle()
+        account.look_again()

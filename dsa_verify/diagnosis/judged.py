@@ -19,7 +19,7 @@ from dsa_verify.diagnosis.other_memory import (
     explain_tail,
     explain_wider_bucket,
 )
-from dsa_verify.judge.judge import RING_ENTRIES, Difference, Phase, expected_words, live_words
+from dsa_verify.judge.judge import RING_ENTRIES, Difference, Phase, differences_at, wrong_words
 from dsa_verify.replay.bucket import CapturedBucket
 from dsa_verify.systems.indexer import scheduled_lengths
 
@@ -109,13 +109,9 @@ def first_differences(seen: Difference) -> list[Difference]:
     The ring has whichever the device came to first; after a round the buffers still hold what its last look judged.
     """
     region = seen.region
-    want, checked = expected_words(region, live_words(region))
-    wrong = (region.got != want) & checked
+    wrong, want = wrong_words(region)
     # Rows first: a whole table may have more elements than `nonzero` takes.
     rows = wrong.any(1).nonzero().flatten()[:RING_ENTRIES]
     places = wrong[rows].nonzero()[:RING_ENTRIES]
-    found = [
-        dataclasses.replace(seen, row=row, word=word, got=int(region.got[row, word]), want=int(want[row, word]))
-        for row, word in zip(rows[places[:, 0]].tolist(), places[:, 1].tolist(), strict=True)
-    ]
-    return found or [seen]
+    at = list(zip(rows[places[:, 0]].tolist(), places[:, 1].tolist(), strict=True))
+    return differences_at(region, want, at, seen.round, seen.phase) or [seen]

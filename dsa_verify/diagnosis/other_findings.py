@@ -1,5 +1,4 @@
-"""Findings that no differing element shows: a failing subject, a late compilation, a difference that did not show
-again."""
+"""Findings that no differing element shows: a failing subject, a late compilation, a difference that was seen once."""
 
 from __future__ import annotations
 
@@ -22,7 +21,6 @@ _OF_FAILURES: Final = {
     "changes torch's state": Diagnosis.CHANGES_TORCH,
     "forks": Diagnosis.FORKS,
 }
-_SUSPECT: Final = "suspect a race or a read of memory that nothing wrote"
 
 
 def new_finding(
@@ -48,8 +46,7 @@ def fault_finding(setup: ReplaySetup, fault: SubjectError) -> Finding:
 
 
 def late_compilations(setup: ReplaySetup, compiled: Sequence[Compilation]) -> list[Finding]:
-    """Return a finding for each kernel that was compiled while rounds ran, of its first time. It does not show again in
-    this process, which has the kernel now."""
+    """Return a finding for each kernel's first compilation while rounds ran; this process does not show it again."""
     first: dict[str, Compilation] = {}
     for each in compiled:
         first.setdefault(each.kernel, each)
@@ -70,20 +67,28 @@ def flaky_finding(setup: ReplaySetup, tallies: Mapping[int, Tally], attempts: in
     seen = [(difference, bucket) for bucket, tally in tallies.items() for difference in tally.first]
     first, bucket = min(seen, key=lambda pair: pair[0].round, default=(None, None))
     name = f"{first.region.kind.value} {first.region.name}" if first else "an address"
-    round_ = first.round if first else None
-    sentence = (
-        f"flaky: {name} differed in round {'?' if round_ is None else round_} and was right in {attempts} repeats of "
-        f"the same rounds; {_SUSPECT}"
-    )
-    found = new_finding(setup, Diagnosis.FLAKY, bucket, round_, sentence)
-    return dataclasses.replace(found, field=first.region.name if first else None, facts={"attempts": attempts})
+    field, round_ = (first.region.name, first.round) if first else (None, None)
+    return _flaky(setup, name, field, bucket, round_, attempts)
 
 
 def flaky_waived(setup: ReplaySetup, waiver: Waiver, round_: int, bucket: int, attempts: int) -> Finding:
     """Return the same for a difference that a waiver covers."""
+    so = f", so it is not what waiver {waiver.id} is for"
+    return _flaky(setup, f"field {waiver.field}", waiver.field, bucket, round_, attempts, so)
+
+
+def _flaky(
+    setup: ReplaySetup,
+    what: str,
+    field: str | None,
+    bucket: int | None,
+    round_: int | None,
+    attempts: int,
+    so: str = "",
+) -> Finding:
     sentence = (
-        f"flaky: field {waiver.field} differed in round {round_} and was right in {attempts} repeats of the same "
-        f"rounds, so it is not what waiver {waiver.id} is for; {_SUSPECT}"
+        f"flaky: {what} differed in round {'?' if round_ is None else round_} and was right in {attempts} repeats of "
+        f"the same rounds{so}; suspect a race or a read of memory that nothing wrote"
     )
     found = new_finding(setup, Diagnosis.FLAKY, bucket, round_, sentence)
-    return dataclasses.replace(found, field=waiver.field, facts={"attempts": attempts})
+    return dataclasses.replace(found, field=field, facts={"attempts": attempts})

@@ -45,8 +45,7 @@ def _keep_conditions_boolean(interpreter: ModuleType) -> None:
 
 
 def _leave_out_overflow_checks(interpreter: ModuleType) -> None:
-    """Triton's debug mode asserts that no sum or product overflows. Outside of it the interpreter computes the same
-    checks and drops them."""
+    """Triton's debug mode asserts that nothing overflows; outside of it the interpreter computes that and drops it."""
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)

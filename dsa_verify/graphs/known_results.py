@@ -26,8 +26,7 @@ def remember(key: Hashable | None, results: Results) -> None:
 
 
 def key_of(func: Any, args: Any, kwargs: Any, device_type: str) -> Hashable | None:
-    """Return what the results of `func` depend on. None: more than the metadata of tensors on `device_type`, or
-    unknown."""
+    """Return what the results of `func` depend on; None: unknown, or more than metadata of tensors on `device_type`."""
     tensors: dict[int, int] = {}
     try:
         given = _metadata((args, kwargs), tensors, device_type)

@@ -124,15 +124,7 @@ class Judge:
     def _difference(self, entry: Sequence[int], index: int) -> Difference:
         region = self.regions[index]
         round_, phase, row, word, got, want = entry
-        return Difference(
-            region=region,
-            round=round_,
-            phase=Phase(phase),
-            row=row,
-            word=word,
-            got=got,
-            want=want,
-        )
+        return Difference(region=region, round=round_, phase=Phase(phase), row=row, word=word, got=got, want=want)
 
     def _judge_region(self, index: int, region: Region, phase: Phase) -> None:
         live = live_words(region)
@@ -149,6 +141,30 @@ class Judge:
         for slot, (row, word) in enumerate(places.tolist(), start):
             entry = (int(self._round_index), int(phase), row, word, int(region.got[row, word]), int(want[row, word]))
             self._ring[index, slot] = torch.tensor(entry, dtype=torch.int32)
+
+
+def differences_at(
+    region: Region, want: torch.Tensor, places: Sequence[tuple[int, int]], round_: int, phase: Phase
+) -> list[Difference]:
+    """Return what `region` holds now at `places` (row, word), and what `want` [rows, words] says must be there."""
+    return [
+        Difference(
+            region=region,
+            round=round_,
+            phase=phase,
+            row=row,
+            word=word,
+            got=int(region.got[row, word]),
+            want=int(want[row, word]),
+        )
+        for row, word in places
+    ]
+
+
+def wrong_words(region: Region) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (which words are wrong now, what each must be), both [rows, words]."""
+    want, checked = expected_words(region, live_words(region))
+    return (region.got != want) & checked, want
 
 
 def live_words(region: Region) -> torch.Tensor:

@@ -214,8 +214,7 @@ class ScheduleLaw:
         result[1:].copy_(self._facts(wrong, rows, tiles, cuts).clamp(-_INT32_MAX, _INT32_MAX))
 
     def broken(self, result: torch.Tensor) -> list[LawBreak]:
-        """Return the laws that `result` says are broken, each at its first place. Reads the device, so not for a
-        capture."""
+        """Return the laws that `result` says are broken, each at its first place. Reads the device: no capture."""
         first, *lines = result.tolist()
         head, facts = _Head(*first[:_HEAD_WORDS]), [_Fact(*line) for line in lines]
         return [_SENTENCES[law](self, head, fact) for law, fact in zip(_LINES, facts, strict=True) if fact.where >= 0]

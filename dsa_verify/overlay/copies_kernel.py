@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from dsa_verify.buffers.region_kernels import TILE_WORDS, tile_start, tiles_of
 from dsa_verify.overlay.piece import Piece
 
-TILE_WORDS: Final = 2048
 _COLUMNS: Final = 10
 
 
@@ -26,12 +25,9 @@ class CopyTable:
     def __init__(self, pieces: Sequence[Piece], device: torch.device, when: torch.Tensor | None):
         self._kept = list(pieces)  # the table holds bare addresses: keep what they point to
         self._when = torch.ones(1, dtype=torch.int32, device=device) if when is None else when
-        counts = [-(-piece.to.numel() // TILE_WORDS) for piece in pieces]
-        owner = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        ordinal = np.concatenate([np.arange(count, dtype=np.int32) for count in counts] or [np.zeros(0, np.int32)])
         rows = [_describe(piece) for piece in pieces]
         self._table = torch.tensor(rows, dtype=torch.int64).view(-1, _COLUMNS).to(device)
-        self._tiles = torch.from_numpy(np.stack([owner, ordinal], 1).copy()).to(device)
+        self._tiles = tiles_of([piece.to.numel() for piece in pieces], device)
 
     def launch(self) -> None:
         """Copy all pieces in one launch."""
@@ -58,16 +54,7 @@ def _describe(piece: Piece) -> list[int]:
 @triton.jit
 def _copy_kernel(table, tiles, when, COLUMNS: tl.constexpr, TILE: tl.constexpr):
     if tl.load(when) != 0:
-        program = tl.program_id(0).to(tl.int64)
-        entry = table + tl.load(tiles + program * 2).to(tl.int64) * COLUMNS
-        ordinal = tl.load(tiles + program * 2 + 1).to(tl.int64)
-        words = tl.load(entry + 2)
-        first = ordinal * TILE
-        # 64-bit once a tile, 32-bit a word: a destination may have more than 2**31 words, a row may not.
-        row0 = first // words
-        offset = (first - row0 * words).to(tl.int32) + tl.arange(0, TILE)
-        row = row0 + (offset // words.to(tl.int32)).to(tl.int64)
-        word = offset % words.to(tl.int32)
+        _number, entry, row, word = tile_start(table, tiles, COLUMNS, TILE)
         inside = row < tl.load(entry + 1)
 
         source_row = row

@@ -57,15 +57,16 @@ class LegalInputs:
     """Derives everything from `taken` after each `update(raw)`.
 
     `inputs`: for the oracle, requests being numbered by batch row. `requests`: the real ones. `control`: for the
-    judge. `beyond_pool` int32 [1, 1]: live slots that the pool does not have. `regions`: the inputs against what they
-    must be. `request_rows`: rows of the server's `req_to_token`;
-    `check_pad_rows`: whether pad rows must hold their pad values.
+    judge. `specs`, `limits`: of each input, by name, and its legal values, both included. `pool_slots`: of the pool
+    that `full_to_swa` maps; None where nothing says how many there are. `beyond_pool` int32 [1, 1]: live slots that the
+    pool does not have. `regions`: the inputs against what they must be. `request_rows`: rows of the server's
+    `req_to_token`; `check_pad_rows`: whether pad rows must hold their pad values.
     """
 
     def __init__(self, layout: Layout, taken: Taken, *, request_rows: int, raw: torch.Tensor, check_pad_rows: bool):
         self._layout, self._geometry, self._taken, self._raw = layout, layout.geometry, taken, raw
         self._system = get_system(layout.system)
-        self._specs = {spec.name: spec for spec in input_specs(self._system, layout.geometry)}
+        self.specs = {spec.name: spec for spec in input_specs(self._system, layout.geometry)}
         device, bucket = taken.rows.device, layout.bucket
         self._row = torch.arange(bucket, device=device)
         self._token = torch.arange(layout.tokens, device=device)
@@ -73,18 +74,18 @@ class LegalInputs:
         self._tokens = torch.full((1, 1), layout.tokens, device=device)
         self._rows_of = {
             spec.rows: self._row if spec.rows == 1 else torch.arange(bucket * spec.rows, device=device)
-            for spec in self._specs.values()
+            for spec in self.specs.values()
         }
-        self._limits = {name: self._limits_of(name, request_rows) for name in self._specs}
+        self.limits = {name: self._limits_of(name, request_rows) for name in self.specs}
         self._legal = {name: torch.zeros_like(value) for name, value in taken.values.items()}
         self._must_be = {name: torch.zeros_like(value) for name, value in taken.values.items()}
         self._check_pad_rows = check_pad_rows
-        self._pool = None if taken.full_to_swa is None else taken.full_to_swa.numel() - 1
+        self.pool_slots = None if taken.full_to_swa is None else taken.full_to_swa.numel() - 1
         self._column = torch.arange(taken.rows.shape[1], device=device)
         self.beyond_pool = torch.zeros((1, 1), dtype=torch.int32, device=device)
         for_oracle = {
             name: torch.zeros(spec.shape(bucket), dtype=TORCH_DTYPES[spec.dtype], device=device)
-            for name, spec in self._specs.items()
+            for name, spec in self.specs.items()
         }
         for_oracle["req_pool_indices"].copy_(self._row)
         self.requests = self._legal["req_pool_indices"]
@@ -92,32 +93,20 @@ class LegalInputs:
         self.inputs = Inputs.of({"req_to_token": taken.rows, **for_oracle, **mapped})
         self.control = self._new_control()
 
-    def limits(self, name: str) -> tuple[int, int]:
-        """Return the legal values of an input, both included."""
-        return self._limits[name]
-
-    def spec(self, name: str) -> StaticInput:
-        return self._specs[name]
-
-    @property
-    def pool_slots(self) -> int | None:
-        """Slots of the pool that `full_to_swa` maps; None where nothing says how many there are."""
-        return self._pool
-
     def update(self) -> None:
         """Asynchronous and capturable; reads what was taken and `raw`."""
         for name, value in self._taken.values.items():
             legal = self._legal[name]
-            torch.clamp(value, *self._limits[name], out=legal)
+            torch.clamp(value, *self.limits[name], out=legal)
             if name != "req_pool_indices":
                 getattr(self.inputs, name).copy_(legal)
             self._must_be[name].copy_(legal)
             if self._check_pad_rows:
-                spec = self._specs[name]
+                spec = self.specs[name]
                 self._must_be[name].masked_fill_(self._rows_of[spec.rows] >= self._raw * spec.rows, spec.pad)
         self._update_control()
-        if self._pool is not None:
-            self._keep_slots_in_the_pool(self._pool)
+        if self.pool_slots is not None:
+            self._keep_slots_in_the_pool(self.pool_slots)
 
     def regions(self) -> list[Region]:
         """Return one an input, and one for slots that no pool has."""
@@ -131,7 +120,7 @@ class LegalInputs:
             )
             for name, value in self._taken.values.items()
         ]
-        if self._pool is not None:
+        if self.pool_slots is not None:
             found.append(Region(kind=Kind.LAW, name=SLOTS_REGION, got=self.beyond_pool, constant=0))
         return found
 
@@ -144,7 +133,7 @@ class LegalInputs:
         if name == "out_cache_loc":
             assert self._taken.full_to_swa is not None, "padded has a map into the window's pool (contract 7.1)"
             return 0, self._taken.full_to_swa.numel() - 2  # the last entry stands for none
-        spec = self._specs[name]
+        spec = self.specs[name]
         return min(spec.low, spec.pad), spec.high - 1
 
     def _keep_slots_in_the_pool(self, pool: int) -> None:
@@ -179,9 +168,7 @@ class LegalInputs:
             raw=self._raw.view(1, 1),
             tokens=self._tokens,
             seq_lens=self._legal["seq_lens"].long().unsqueeze(0),
-            lens={
-                name: value.long().unsqueeze(0) for name, value in self._legal.items() if self._specs[name].rows == 1
-            },
+            lens={name: value.long().unsqueeze(0) for name, value in self._legal.items() if self.specs[name].rows == 1},
         )
         owned = owned_rows(torch, system, geometry, batch)
         row_request, token_rows = owners(torch, batch, owned, self._token)

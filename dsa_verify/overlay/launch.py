@@ -33,8 +33,7 @@ class OwnStream:
             self._done.record(self._stream)
 
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Return `body` as a graph of this pool, run once before; synchronises. Replay it on any stream, one after
-        another."""
+        """Return `body` as a graph of this pool, run once before; synchronises. Replays must follow one another."""
         if not self.cuda:
             return body
         torch.cuda.synchronize(self.device)
@@ -104,12 +103,6 @@ class OwnStream:
         """Wait until everything that was launched here has ended."""
         if self.cuda:
             self._stream.synchronize()
-
-    def mailbox(self, tensors: Mapping[str, torch.Tensor]) -> Mailbox:
-        return Mailbox(self, tensors)
-
-    def facts(self) -> Facts:
-        return Facts(self.device)
 
 
 class Mailbox:

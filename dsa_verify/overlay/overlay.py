@@ -28,15 +28,15 @@ import torch
 from dsa_verify.base.errors import NothingVerified, UsageError
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.overlay.inputs import input_specs
-from dsa_verify.overlay.setup import Reference, Setup, Shared
+from dsa_verify.overlay.setup import Reference, Setup, Shared, compared
 from dsa_verify.overlay.summary import LineLog, Reasons, Summary
 from dsa_verify.systems.catalogue import get_system
 
 if TYPE_CHECKING:
-    from dsa_verify.overlay.lane import Lane
+    from dsa_verify.overlay.bucket_check import BucketCheck
 
-MAX_LANE_BYTES: Final = 2 << 30
-MAX_LANES: Final = 256
+MAX_BUCKET_BYTES: Final = 2 << 30
+MAX_BUCKETS: Final = 256
 MAX_CASES: Final = 8
 KEEP_ROUNDS: Final = 16
 RECENT_REPLAYS: Final = 4096  # whose raw batch is remembered
@@ -77,8 +77,8 @@ class Overlay:
         self._left = setup.first
         self._replays = 0
         self._launched = 0
-        self._lanes: dict[int, Lane] = {}
-        self._opened: list[Lane] = []
+        self._checks: dict[int, BucketCheck] = {}
+        self._opened: list[BucketCheck] = []
         self._device: Shared | None = None
         self._reasons = Reasons()
         self._moved: Counter[str] = Counter()
@@ -111,7 +111,7 @@ class Overlay:
         widest: int | None = None,
         subject: str | None = None,
         prepare_on_demand: bool = True,
-        max_bytes: int = MAX_LANE_BYTES,
+        max_bytes: int = MAX_BUCKET_BYTES,
     ) -> Overlay:
         """Return an overlay that checks one in `every` replays until it has checked `first` (None: for ever).
 
@@ -132,11 +132,7 @@ class Overlay:
         resolved = known.geometry(geometry) if isinstance(geometry, str) else geometry
         known.check_geometry(resolved)
         input_specs(known, resolved)  # refuses a system that no check can know
-        layout = known.layout(resolved, 1)
-        unknown = [name for name in fields or () if name not in layout]
-        if unknown or fields == ():
-            has = ", ".join(field.name for field in layout)
-            raise UsageError(f"fields: {', '.join(unknown) or 'an empty list'}; the fields of {system} are {has}")
+        compared(known.layout(resolved, 1), fields)  # refuses what is no field
         for name, value, least in (("first", first, 1), ("every", every, 1), ("rank", rank, 0)):
             if value is not None and value < least:
                 raise UsageError(f"{name}: {value} is below {least}; use {least} or more")
@@ -168,8 +164,8 @@ class Overlay:
         cannot be those of the system. Prepared again, a bucket is checked over the new tensors.
         """
         with self._lock, torch.inference_mode(False):
-            self._lanes[bucket] = self._open(bucket, inputs, outputs, also)
-            self._opened.append(self._lanes[bucket])
+            self._checks[bucket] = self._open(bucket, inputs, outputs, also)
+            self._opened.append(self._checks[bucket])
 
     def check(
         self, *, raw_batch: int, bucket: int, inputs: Any, outputs: Any, also: Sequence[torch.Tensor] = ()
@@ -239,13 +235,13 @@ class Overlay:
         reason = self._device.stream.reason_not_to_run() if self._device is not None else _capturing()
         if reason is not None:
             raise UsageError(reason)
-        if bucket not in self._lanes:
+        if bucket not in self._checks:
             if not self._setup.prepare_on_demand:
                 raise UsageError(f"bucket {bucket} was not prepared")
             self.prepare(bucket, inputs, outputs, also=also)
         assert self._device is not None
         with torch.inference_mode():  # so that tensors of the server which were made in it may be written
-            moved = self._lanes[bucket].check(replay, raw_batch, inputs, outputs, also)
+            moved = self._checks[bucket].run(replay, raw_batch, inputs, outputs, also)
         self._launched += 1
         self._raws[replay] = raw_batch
         self._recent.append(replay)
@@ -256,27 +252,17 @@ class Overlay:
                 self._new_moves.append((replay, raw_batch, bucket, name, change))
             self._moved[name] += 1
 
-    def _open(self, bucket: int, inputs: Any, outputs: Any, also: Sequence[torch.Tensor]) -> Lane:
-        from dsa_verify.overlay.lane import Lane, Plan
+    def _open(self, bucket: int, inputs: Any, outputs: Any, also: Sequence[torch.Tensor]) -> BucketCheck:
+        from dsa_verify.overlay.bucket_check import BucketCheck
 
         setup = self._setup
-        if len(self._opened) >= MAX_LANES:
-            raise UsageError(f"bucket {bucket}: {MAX_LANES} buckets have been prepared; attach another overlay")
+        if len(self._opened) >= MAX_BUCKETS:
+            raise UsageError(f"bucket {bucket}: {MAX_BUCKETS} buckets have been prepared; attach another overlay")
         if self._device is None:
             self._device = Shared.of(setup, bucket, inputs)
-        plan = Plan(
-            system=setup.system,
-            geometry=setup.geometry,
-            fields=setup.fields,
-            input_paths=setup.input_names,
-            output_paths=setup.output_names,
-            reference=setup.reference,
-            check_pad_rows=setup.check_pad_rows,
-            max_bytes=setup.max_bytes,
-        )
         ring = self._device.ring_for(bucket)
-        return Lane(
-            plan, bucket, inputs, outputs, also=also, facts=self._device.facts, stream=self._device.stream, ring=ring
+        return BucketCheck(
+            setup, bucket, inputs, outputs, also=also, facts=self._device.facts, stream=self._device.stream, ring=ring
         )
 
     # Off the hot path ------------------------------------------------------------------------------------------------
@@ -287,51 +273,51 @@ class Overlay:
         if self._device is None:
             return
         case_is_there = self._device.kept_is_there(wait=wait)
-        failing = [lane for lane in self._opened if self._has_failed(lane, case_is_there=case_is_there, wait=wait)]
-        for lane in failing:
-            lane.evidence.ask()
+        failing = [check for check in self._opened if self._has_failed(check, case_is_there=case_is_there, wait=wait)]
+        for check in failing:
+            check.evidence.ask()
         if failing:
             self._device.ask_for_kept()
-        for lane in failing:
-            lane.rearm()
+        for check in failing:
+            check.rearm()
         if not wait:
             self._ask()
 
-    def _has_failed(self, lane: Lane, *, case_is_there: bool, wait: bool) -> bool:
-        """Log what `lane` has sent, and return whether a difference left evidence that has yet to be asked for."""
-        if lane.evidence.asked:
-            if case_is_there and lane.evidence.ready(wait=wait):
-                self._tell(lane)
+    def _has_failed(self, check: BucketCheck, *, case_is_there: bool, wait: bool) -> bool:
+        """Log what `check` has sent, and return whether a difference left evidence that has yet to be asked for."""
+        if check.evidence.asked:
+            if case_is_there and check.evidence.ready(wait=wait):
+                self._tell(check)
             return False
-        if not lane.counters.ready(wait=wait):
+        if not check.counters.ready(wait=wait):
             return False
-        if int(lane.counters.host["kept"]):
+        if int(check.counters.host["kept"]):
             return True
-        self._tell_the_rest(lane)
+        self._tell_the_rest(check)
         return False
 
     def _ask(self) -> None:
-        for lane in self._opened:
-            if not lane.counters.asked and not lane.evidence.asked:
-                lane.counters.ask()
+        for check in self._opened:
+            if not check.counters.asked and not check.evidence.asked:
+                check.counters.ask()
 
-    def _tell(self, lane: Lane) -> None:
+    def _tell(self, check: BucketCheck) -> None:
         """The lines of the check that left evidence, then of others."""
         from dsa_verify.overlay.report import explained
 
-        lines = explained(lane, lane.evidence.host)
+        lines = explained(check, check.evidence.host)
         case = self._save_case(lines[0].diagnosis, lines[0].field) if lines else None
         # Only what the judge has kept could be told again.
-        kept = {(difference.round, difference.region.name) for difference in lane.tally().first}
+        kept = {(difference.round, difference.region.name) for difference in check.tally().first}
         for line in lines:
             self._told |= {(line.replay, line.field)} & kept
             self._log.write(dataclasses.replace(line, case=case).to_dict() | {"rank": self._setup.rank})
-        self._tell_the_rest(lane)
+        self._tell_the_rest(check)
 
-    def _tell_the_rest(self, lane: Lane) -> None:
+    def _tell_the_rest(self, check: BucketCheck) -> None:
         from dsa_verify.overlay.report import unexplained
 
-        for line in unexplained(lane, lane.tally(), lambda *at: at in self._told, self._raws):
+        for line in unexplained(check, check.tally(), lambda *at: at in self._told, self._raws):
             self._told.add((line.replay, line.field))
             self._log.write(line.to_dict() | {"rank": self._setup.rank})
 
@@ -344,45 +330,31 @@ class Overlay:
             # The sentence would name what the case does not reveal: requests and pages of the server.
             dump = device.ring.save(**device.kept.host, folder=self._setup.directory, found=f"{diagnosis}: {field}")
         except UsageError as error:
-            self._log.write({"kind": "no case", "rank": self._setup.rank, "reason": str(error)})
+            self._note("no case", reason=str(error))
             return None
         path = str(dump.path)
-        self._log.write(
-            {
-                "kind": "case",
-                "rank": self._setup.rank,
-                "case": path,
-                "replays": dump.numbers,
-                "left_out": dump.left_out,
-                "not_representable": dump.not_representable,
-            }
-        )
+        left_out, not_representable = dump.left_out, dump.not_representable
+        self._note("case", case=path, replays=dump.numbers, left_out=left_out, not_representable=not_representable)
         if path not in self._cases:
             self._cases.append(path)
         return path
 
     def _write_news(self) -> None:
         """Write the lines of what the hot path has only noted."""
-        rank = self._setup.rank
         while self._reasons.new:
             replay, reason = self._reasons.new.popleft()
-            self._log.write({"kind": "could not run", "rank": rank, "replay": replay, "reason": reason})
+            self._note("could not run", replay=replay, reason=reason)
         while self._new_moves:
             replay, raw, bucket, name, change = self._new_moves.popleft()
-            self._log.write(
-                {
-                    "kind": "buffer replaced",
-                    "rank": rank,
-                    "replay": replay,
-                    "raw_batch": raw,
-                    "bucket": bucket,
-                    "field": name,
-                    "sentence": (
-                        f"buffer replaced: {name} of bucket {bucket}: {change} since it was prepared; a graph that "
-                        "captured the old one still reads it (contract 1)"
-                    ),
-                }
+            sentence = (
+                f"buffer replaced: {name} of bucket {bucket}: {change} since it was prepared; a graph that captured "
+                "the old one still reads it (contract 1)"
             )
+            self._note("buffer replaced", replay=replay, raw_batch=raw, bucket=bucket, field=name, sentence=sentence)
+
+    def _note(self, kind: str, **facts: object) -> None:
+        """Write a line of this rank."""
+        self._log.write({"kind": kind, "rank": self._setup.rank, **facts})
 
     def _end(self) -> None:
         try:
@@ -393,9 +365,9 @@ class Overlay:
                 self._ask()
                 self._collect(wait=True)
                 self._collect(wait=True)
-            for lane in self._opened:
-                lane.counters.ask()
-                lane.counters.ready(wait=True)
+            for check in self._opened:
+                check.counters.ask()
+                check.counters.ready(wait=True)
         except RuntimeError as error:
             self._reasons.add(self._replays, f"the results could not be collected: {_reason(error)}")
         self._summary = self._summarised()
@@ -407,17 +379,17 @@ class Overlay:
         batches: Counter[tuple[int, int]] = Counter()
         words: Counter[str] = Counter()
         mismatches = 0
-        for lane in self._opened:
-            checks, wrong = lane.counters.host["by_raw"].tolist()
-            batches.update({(raw, lane.bucket): count for raw, count in enumerate(checks) if count})
+        for check in self._opened:
+            times, wrong = check.counters.host["by_raw"].tolist()
+            batches.update({(raw, check.bucket): count for raw, count in enumerate(times) if count})
             mismatches += sum(wrong)
-            words.update({region.name: count for region, count in lane.tally().differing.items()})
+            words.update({region.name: count for region, count in check.tally().differing.items()})
         checked = sum(batches.values())
         if self._launched > checked:
             self._reasons.add(self._replays, "it was launched and not seen to end", self._launched - checked)
         setup = self._setup
-        known = setup.system.layout(setup.geometry, max(self._lanes, default=1))
-        compared = tuple(field.name for field in known if setup.fields is None or field.name in setup.fields)
+        known = setup.system.layout(setup.geometry, max(self._checks, default=1))
+        names = tuple(field.name for field in known if setup.fields is None or field.name in setup.fields)
         return Summary(
             system=setup.system.name,
             rank=setup.rank,
@@ -429,8 +401,8 @@ class Overlay:
             could_not_run=dict(self._reasons.counts),
             batches=dict(sorted(batches.items())),
             differing_words=dict(words),
-            compared=compared,
-            not_compared=tuple(field.name for field in known if field.name not in compared),
+            compared=names,
+            not_compared=tuple(field.name for field in known if field.name not in names),
             cases=tuple(self._cases),
             lines_left_out=self._log.left_out,
         )

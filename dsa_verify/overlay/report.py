@@ -19,9 +19,9 @@ from dsa_verify.contract.links import contract_links
 from dsa_verify.contract.owners import Owner, OwnerOf
 from dsa_verify.diagnosis.diagnose import Diagnosed, diagnose_field
 from dsa_verify.diagnosis.evidence import Evidence, Moment
-from dsa_verify.judge.judge import Difference, Phase, Tally, expected_words, live_words
+from dsa_verify.judge.judge import Difference, Phase, Tally, differences_at, wrong_words
+from dsa_verify.overlay.bucket_check import BucketCheck
 from dsa_verify.overlay.inputs import SLOTS_REGION
-from dsa_verify.overlay.lane import Lane
 from dsa_verify.overlay.launch import Facts
 
 LINE_SCHEMA: Final = 1
@@ -56,40 +56,29 @@ class Line:
         return {"schema": LINE_SCHEMA, **dataclasses.asdict(self), "contract": list(links)}
 
 
-def explained(lane: Lane, evidence: Host) -> list[Line]:
+def explained(check: BucketCheck, evidence: Host) -> list[Line]:
     """The lines of the check that `evidence` is of: inputs first, since what follows from them is wrong, too."""
-    now = _moment(lane, evidence, "")
-    before = _moment(lane, evidence, _OLD)
+    now = _moment(check, evidence, "")
+    before = _moment(check, evidence, _OLD)
     earlier = [before] if before.round >= 0 else []
-    idle = dataclasses.replace(now, round=-1, raw=0, want=lane.idle, live_tokens=(_idle_tokens(lane),) * lane.bucket)
-    owners = _owners(lane, evidence, now)
-    layout = _with_open_ranges(lane.judged)
+    idle = dataclasses.replace(now, round=-1, raw=0, want=check.idle, live_tokens=(_idle_tokens(check),) * check.bucket)
+    owners = _owners(check, evidence, now)
+    layout = _with_open_ranges(check.judged)
     known = Evidence(layout=layout, now=now, earlier=earlier, capture=idle, owner_of=owners)
-    lines = _input_lines(lane, evidence, now)
-    for region in lane.host_regions(evidence):
-        want, checked = expected_words(region, live_words(region))
-        wrong = (region.got != want) & checked
+    lines = _input_lines(check, evidence, now)
+    for region in check.host_regions(evidence):
+        wrong, want = wrong_words(region)
         differing = int(wrong.sum())
         if not differing:
             continue
-        found = [
-            Difference(
-                region=region,
-                round=now.round,
-                phase=Phase.REPLAY,
-                row=row,
-                word=word,
-                got=int(region.got[row, word]),
-                want=int(want[row, word]),
-            )
-            for row, word in wrong.nonzero()[:MAX_ELEMENTS].tolist()
-        ]
+        places = wrong.nonzero()[:MAX_ELEMENTS].tolist()
+        found = differences_at(region, want, places, now.round, Phase.REPLAY)
         said = _by_page(known, found[0], diagnose_field(known, found))
         lines.append(
             Line(
                 kind="difference",
                 replay=now.round,
-                bucket=lane.bucket,
+                bucket=check.bucket,
                 raw_batch=now.raw,
                 field=region.name,
                 sentence=said.sentence,
@@ -103,7 +92,9 @@ def explained(lane: Lane, evidence: Host) -> list[Line]:
     return lines
 
 
-def unexplained(lane: Lane, tally: Tally, told: Callable[[int, str], bool], raw_of: Mapping[int, int]) -> list[Line]:
+def unexplained(
+    check: BucketCheck, tally: Tally, told: Callable[[int, str], bool], raw_of: Mapping[int, int]
+) -> list[Line]:
     """Lines for what the judge kept of checks that left no evidence, unless they were `told` (replay, field) of."""
     groups: dict[tuple[int, str], list[Difference]] = {}
     for difference in tally.first:
@@ -112,13 +103,13 @@ def unexplained(lane: Lane, tally: Tally, told: Callable[[int, str], bool], raw_
         Line(
             kind="input" if found[0].region.kind is not Kind.FIELD else "difference",
             replay=replay,
-            bucket=lane.bucket,
+            bucket=check.bucket,
             raw_batch=raw_of.get(replay),
             field=name,
             sentence=_plain_sentence(found[0]),
             differing=len(found),
             elements=tuple((d.row, d.column, d.got, d.want) for d in found[:MAX_ELEMENTS]),
-            section=lane.layout[name].section if name in lane.layout else None,
+            section=check.layout[name].section if name in check.layout else None,
         )
         for (replay, name), found in groups.items()
         if not told(replay, name)
@@ -136,7 +127,7 @@ def _plain_sentence(first: Difference) -> str:
 # Inputs --------------------------------------------------------------------------------------------------------------
 
 
-def _input_lines(lane: Lane, evidence: Host, now: Moment) -> list[Line]:
+def _input_lines(check: BucketCheck, evidence: Host, now: Moment) -> list[Line]:
     lines = []
 
     def line(name: str, diagnosis: Diagnosis, sentence: str, elements: list[tuple[int, int, int, int]]) -> None:
@@ -144,7 +135,7 @@ def _input_lines(lane: Lane, evidence: Host, now: Moment) -> list[Line]:
             Line(
                 kind="input",
                 replay=now.round,
-                bucket=lane.bucket,
+                bucket=check.bucket,
                 raw_batch=now.raw,
                 field=name,
                 sentence=f"{diagnosis.value}: {sentence}",
@@ -154,10 +145,10 @@ def _input_lines(lane: Lane, evidence: Host, now: Moment) -> list[Line]:
             )
         )
 
-    for name in lane.taken.values:
-        values, spec = evidence[f"taken.{name}"].tolist(), lane.legal.spec(name)
-        low, high = lane.legal.limits(name)
-        first_pad = now.raw * spec.rows if lane.plan.check_pad_rows else len(values)
+    for name in check.taken.values:
+        values, spec = evidence[f"taken.{name}"].tolist(), check.legal.specs[name]
+        low, high = check.legal.limits[name]
+        first_pad = now.raw * spec.rows if check.setup.check_pad_rows else len(values)
         pads = [(row, 0, got, spec.pad) for row, got in enumerate(values) if row >= first_pad and got != spec.pad]
         wild = [
             (row, 0, got, min(max(got, low), high))
@@ -171,12 +162,12 @@ def _input_lines(lane: Lane, evidence: Host, now: Moment) -> list[Line]:
             row, _, got, want = pads[0]
             sentence = (
                 f"input {name}[{row}] is {got}, it must be {want}: with raw batch {now.raw}, batch rows {now.raw} to "
-                f"{lane.bucket - 1} are pad rows, which the engine resets (contract 0.2, 7.5)"
+                f"{check.bucket - 1} are pad rows, which the engine resets (contract 0.2, 7.5)"
             )
             line(name, Diagnosis.TAIL_NOT_RESET, sentence, pads)
     beyond = int(evidence["beyond_pool"])
     if beyond:
-        sentence = f"{beyond} live slot(s) of the request map are outside the pool of {lane.legal.pool_slots} slots"
+        sentence = f"{beyond} live slot(s) of the request map are outside the pool of {check.legal.pool_slots} slots"
         line(SLOTS_REGION, Diagnosis.OUT_OF_RANGE, sentence, [(0, 0, beyond, 0)])
     return lines
 
@@ -184,13 +175,13 @@ def _input_lines(lane: Lane, evidence: Host, now: Moment) -> list[Line]:
 # What the diagnosis looks at -----------------------------------------------------------------------------------------
 
 
-def _moment(lane: Lane, evidence: Host, prefix: str) -> Moment:
+def _moment(check: BucketCheck, evidence: Host, prefix: str) -> Moment:
     facts = evidence[prefix + "facts"].tolist()
     rows = int(evidence[prefix + "token_rows"])
     owners = evidence[prefix + "row_request"].tolist()[:rows]
     return Moment(
         round=facts[Facts.NUMBER],
-        bucket=lane.bucket,
+        bucket=check.bucket,
         raw=facts[Facts.RAW],
         seq_lens=tuple(evidence[prefix + "taken.seq_lens"].tolist()),
         requests=tuple(evidence[prefix + "taken.req_pool_indices"].tolist()),
@@ -200,28 +191,28 @@ def _moment(lane: Lane, evidence: Host, prefix: str) -> Moment:
         token_rows=rows,
         poison="stale",  # a server poisons nothing
         want={
-            field.name: _one_row_each(lane, field, evidence[f"{prefix}want.{field.name}"], owners)
-            for field in lane.judged
+            field.name: _one_row_each(check, field, evidence[f"{prefix}want.{field.name}"], owners)
+            for field in check.judged
         },
     )
 
 
-def _one_row_each(lane: Lane, field: Field, want: torch.Tensor, owners: list[int]) -> torch.Tensor:
+def _one_row_each(check: BucketCheck, field: Field, want: torch.Tensor, owners: list[int]) -> torch.Tensor:
     """Return one row for each request: the one that a table keeps (an oracle's), or the first of each request."""
-    if not field.one_row_per_request or lane.plan.reference is None:
+    if not field.one_row_per_request or check.setup.reference is None:
         return want
-    firsts = [owners.index(b) if b in owners else 0 for b in range(lane.bucket)]
+    firsts = [owners.index(b) if b in owners else 0 for b in range(check.bucket)]
     return want[firsts]
 
 
-def _idle_tokens(lane: Lane) -> int:
-    pad = lane.legal.spec("seq_lens").pad
-    return pad + (lane.plan.geometry.draft_tokens if lane.plan.system.adds_draft else 0)
+def _idle_tokens(check: BucketCheck) -> int:
+    pad = check.legal.specs["seq_lens"].pad
+    return pad + (check.setup.geometry.draft_tokens if check.setup.system.adds_draft else 0)
 
 
-def _owners(lane: Lane, evidence: Host, now: Moment) -> OwnerOf:
+def _owners(check: BucketCheck, evidence: Host, now: Moment) -> OwnerOf:
     """Whose token a slot is, by the request map of this check; only of tokens that are live in it."""
-    page = lane.plan.geometry.allocator_page
+    page = check.setup.geometry.allocator_page
     pages = evidence["pages"]
     found: dict[int, Owner] = {}
     for b in range(now.raw):
@@ -257,8 +248,7 @@ def _by_page(known: Evidence, first: Difference, found: Diagnosed) -> Diagnosed:
 
 
 def _with_open_ranges(layout: Layout) -> Layout:
-    """Return the layout without upper bounds that follow from how many slots there are: they say nothing of a server,
-    whose pool is of another size."""
+    """Return the layout without upper bounds that follow from the number of slots: a server's pool has another size."""
     longest = layout.geometry.context + layout.geometry.draft_tokens + 1
     fields = tuple(
         dataclasses.replace(field, high=max(field.high, 1 << 31)) if field.high > longest else field for field in layout

@@ -18,7 +18,7 @@ from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.layout import Layout
 from dsa_verify.overlay.inputs import input_specs, token_columns
-from dsa_verify.overlay.launch import OwnStream
+from dsa_verify.overlay.launch import Facts, OwnStream
 from dsa_verify.overlay.pages import list_pages
 from dsa_verify.overlay.ring_case import Dump, Recorded, to_case
 from dsa_verify.overlay.sources import Sources
@@ -69,9 +69,10 @@ class CaptureRing:
             # The last entry takes what comes while the ring is frozen, and is never read.
             self._store = torch.full((rounds + 1, width), -1, dtype=torch.int32, device=self._device)
             self._cursor = torch.zeros(1, dtype=torch.int64, device=self._device)
-            self._frozen = torch.zeros(1, dtype=torch.int32, device=self._device)
+            # Int32 [1]: nothing is recorded while it is not 0.
+            self.frozen = torch.zeros(1, dtype=torch.int32, device=self._device)
             self._stream = OwnStream(self._device)
-            self._facts = self._stream.facts()
+            self._facts = Facts(self._device)
         self._writers: dict[int, tuple[Sources, Callable[[], None]]] = {}
         self._number = 0
 
@@ -96,11 +97,11 @@ class CaptureRing:
 
     def freeze(self) -> None:
         """Record nothing from here on; asynchronous."""
-        self._frozen.fill_(1)
+        self.frozen.fill_(1)
 
     def thaw(self) -> None:
         """Record again, into a ring as it was; asynchronous."""
-        self._frozen.zero_()
+        self.frozen.zero_()
 
     def dump(self, folder: Path, *, found: str | None = None) -> Dump:
         """Write the rounds as a case to `folder`; waits for the device. UsageError if there is none to write."""
@@ -112,11 +113,6 @@ class CaptureRing:
     def state(self) -> dict[str, torch.Tensor]:
         """Return what `save` needs, on the device."""
         return {"store": self._store, "cursor": self._cursor}
-
-    @property
-    def frozen(self) -> torch.Tensor:
-        """Return int32 [1]: nothing is recorded while it is not 0."""
-        return self._frozen
 
     def save(self, store: torch.Tensor, cursor: torch.Tensor, folder: Path, *, found: str | None = None) -> Dump:
         """Do as `dump`, from copies of `state` on the host."""
@@ -135,14 +131,13 @@ class CaptureRing:
         values: Mapping[str, torch.Tensor],
         request_map: torch.Tensor,
         index: torch.Tensor,
-        ends: torch.Tensor,
         number: torch.Tensor,
         raw: torch.Tensor,
     ) -> Callable[[], None]:
         """Return a body that records `values` of a round of `layout`: asynchronous and capturable.
 
         `request_map`: int32 [rows, columns]. `index`: int64 [bucket], the legal rows of it that belong to the batch
-        rows. `ends`: int32 [bucket], live tokens of each, 0 for pad rows. `number`, `raw`: int64 [1] on the device.
+        rows. `number`, `raw`: int64 [1] on the device.
         """
         bucket, drawn = layout.bucket, len(self._drawn)
         row = torch.full((self._store.shape[1],), -1, dtype=torch.int32, device=self._device)
@@ -155,12 +150,17 @@ class CaptureRing:
         seed = torch.zeros(1, dtype=torch.int64, device=self._device)
         per_request = self.system.token_rows(self.geometry)
         token = torch.arange(bucket * per_request, device=self._device)
+        batch_row = torch.arange(bucket, device=self._device)
+        ends = torch.zeros(bucket, dtype=torch.int32, device=self._device)
+        added, most = self.system.drafted(self.geometry), min(token_columns(self.geometry), request_map.shape[1])
 
         def write() -> None:
             head["number"].copy_(number)
             head["raw"].copy_(raw)
             for column, name in zip(columns, self._drawn, strict=True):
                 column.copy_(values[name])
+            live = (values["seq_lens"].long() + added).clamp(0, most)
+            ends.copy_(live.masked_fill_(batch_row >= raw, 0))
             list_pages(request_map, index, ends, self.geometry.allocator_page, pages, head["broken"])
             if derive is not None:
                 lengths = values["seq_lens"].clamp(0, self.geometry.context)
@@ -168,9 +168,9 @@ class CaptureRing:
                 made = derive(self.geometry, drawn, request_map, seed)["out_cache_loc"]
                 off = (made != values["out_cache_loc"]) & (token < raw * per_request)
                 head["misplaced"].copy_(off.sum().view(1))
-            at = torch.where(self._frozen > 0, self.rounds, self._cursor % self.rounds)
+            at = torch.where(self.frozen > 0, self.rounds, self._cursor % self.rounds)
             self._store.index_copy_(0, at, row.unsqueeze(0))
-            self._cursor.add_((self._frozen == 0).to(torch.int64))
+            self._cursor.add_((self.frozen == 0).to(torch.int64))
 
         return write
 
@@ -180,29 +180,23 @@ class CaptureRing:
         if sources.device != self._device:
             raise UsageError(f"device: the inputs are on {sources.device}, the ring is on {self._device}")
         with torch.inference_mode(False):
-            cursor, frozen = self._cursor.clone(), self._frozen.clone()
-            self._frozen.fill_(1)  # making the graph runs it once
+            cursor, frozen = self._cursor.clone(), self.frozen.clone()
+            self.frozen.fill_(1)  # making the graph runs it once
             write = self._stream.capture(self._writer_of(bucket, sources.bound))
             self._cursor.copy_(cursor)
-            self._frozen.copy_(frozen)
+            self.frozen.copy_(frozen)
         return sources, write
 
     def _writer_of(self, bucket: int, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         layout = self.system.layout(self.geometry, bucket)
         request_map = tensors["req_to_token"]
         index = torch.zeros(bucket, dtype=torch.int64, device=self._device)
-        ends = torch.zeros(bucket, dtype=torch.int32, device=self._device)
         facts = self._facts
-        batch = torch.arange(bucket, device=self._device)
-        write = self.writer(layout, tensors, request_map, index, ends, facts.number, facts.raw)
-        added = self.system.drafted(self.geometry)
-        most = min(token_columns(self.geometry), request_map.shape[1])
+        write = self.writer(layout, tensors, request_map, index, facts.number, facts.raw)
 
         def body() -> None:
             facts.read()
             index.copy_(tensors["req_pool_indices"].clamp(0, request_map.shape[0] - 1))
-            live = (tensors["seq_lens"].long() + added).clamp(0, most)
-            ends.copy_(live.masked_fill_(batch >= facts.raw, 0))
             write()
 
         return body

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import Geometry
+from dsa_verify.contract.layout import Layout
 from dsa_verify.contract.system import System
 
 if TYPE_CHECKING:
@@ -70,14 +72,14 @@ class Shared:
 
     @classmethod
     def of(cls, setup: Setup, bucket: int, inputs: Any) -> Shared:
-        from dsa_verify.overlay.launch import OwnStream
+        from dsa_verify.overlay.launch import Facts, Mailbox, OwnStream
         from dsa_verify.overlay.ring import CaptureRing
         from dsa_verify.overlay.sources import Sources
 
         layout = setup.system.layout(setup.geometry, bucket)
         device = Sources.of_inputs(layout, inputs, setup.input_names).device
         stream = OwnStream(device)
-        made = cls(stream=stream, facts=stream.facts())
+        made = cls(stream=stream, facts=Facts(device))
         if setup.keep_rounds:
             made.ring = CaptureRing(
                 setup.system.name,
@@ -87,7 +89,7 @@ class Shared:
                 rounds=setup.keep_rounds,
                 subject=setup.subject,
             )
-            made.kept = stream.mailbox(made.ring.state)
+            made.kept = Mailbox(stream, made.ring.state)
         return made
 
     def ring_for(self, bucket: int) -> CaptureRing | None:
@@ -101,3 +103,13 @@ class Shared:
     def kept_is_there(self, *, wait: bool) -> bool:
         """Return whether nothing of the ring is under way."""
         return self.kept is None or not self.kept.asked or self.kept.ready(wait=wait)
+
+
+def compared(layout: Layout, names: Sequence[str] | None) -> Layout:
+    """Return the fields of `layout` that are compared, which `names` names (None: all); a view whose owner is not among
+    them is compared as itself. UsageError for a name of no field, or none at all."""
+    unknown = [name for name in names or () if name not in layout]
+    if unknown or (names is not None and not names):
+        has = ", ".join(field.name for field in layout)
+        raise UsageError(f"fields: {', '.join(unknown) or 'an empty list'}; the fields of {layout.system} are {has}")
+    return layout.without([field.name for field in layout if names is not None and field.name not in names])

@@ -27,7 +27,7 @@ from dsa_verify.rounds.matrix import Config, diagnostic_matrix
 from dsa_verify.run.runner import Runner, RunResult, Subject, new_result
 from dsa_verify.systems.catalogue import get_system, known_as, resolve_geometry
 from dsa_verify.systems.trust import check_trust
-from dsa_verify.waivers.waivers import NO_WAIVERS, Ledger, beyond, rounds_by_waiver
+from dsa_verify.waivers.waivers import NO_WAIVERS, Ledger, named_waivers, rounds_by_waiver
 
 # A small part of the matrix: a test of one's own pipeline should end within seconds.
 TEST_BATCHES: Final = (1, 4)
@@ -236,14 +236,13 @@ def _check_numbers(name: str, value: object) -> None:
 
 
 def failure_text(run: RunResult) -> str:
-    """Return what a failing test prints: a head line, each waiver that is gone, and each finding with its case and
-    the command that shows it."""
+    """Return what a failing test prints: a head line, each waiver that is gone, each finding with case and command."""
     head = f"{run.system}, subject {run.subject}, on {run.device}"
     rounds = run.counts.rounds_checked
     if not run.findings and not run.gone:
         return f"{head}: no round was checked, so nothing is verified; give it a case that has rounds"
     stopped = "; the configurations after it were not run" if run.stopped_early else ""
-    waived = beyond(rounds_by_waiver(run.counts.waivers.values()))
+    waived = named_waivers(rounds_by_waiver(run.counts.waivers.values()))
     lines = [f"{head}: {len(run.findings)} finding(s) in {rounds} round(s) checked{stopped}{waived}"]
     for use in run.gone:
         lines += ["", use.sentence]

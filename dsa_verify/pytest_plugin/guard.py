@@ -24,8 +24,7 @@ _guarded: pytest.Config | None = None
 
 
 def guard(config: pytest.Config) -> None:
-    """Go on in a child of this process, which then only waits for it; or in this process, where it is not pytest's own
-    or runs no tests itself."""
+    """Go on in a child, for which this process only waits; or here, where it is not pytest's own or runs no tests."""
     global _guarded
     options = config.known_args_namespace
     if not _is_program() or options.dsa_no_guard or _runs_no_tests(config) or not can_supervise():

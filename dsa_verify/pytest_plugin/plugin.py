@@ -414,17 +414,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     terminalreporter.write_line(last, bold=True)
 
 
-def _beyond(seen: Seen) -> str:
+def _named_waivers(seen: Seen) -> str:
     if not seen.waived:
         return ""
-    from dsa_verify.waivers.waivers import beyond
+    from dsa_verify.waivers.waivers import named_waivers
 
-    return beyond(seen.waived)
+    return named_waivers(seen.waived)
 
 
 def _summary(seen: Seen) -> Iterator[str]:
     """Yield the lines of the section; the last one says what to type next."""
-    yield f"{seen.rounds} round(s) checked, {len(seen.findings)} finding(s){_beyond(seen)}"
+    yield f"{seen.rounds} round(s) checked, {len(seen.findings)} finding(s){_named_waivers(seen)}"
     for sentence, reproduce in seen.findings[:MAX_LISTED_FINDINGS]:
         yield sentence
         yield f"  reproduce: {reproduce}"

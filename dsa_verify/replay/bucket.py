@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from dsa_verify.buffers.arena import Identity
-from dsa_verify.buffers.region import Kind, Region
+from dsa_verify.buffers.region import Control, Kind, Region
 from dsa_verify.contract.glue_route import Route
 from dsa_verify.contract.layout import Layout
 from dsa_verify.contract.subject import Buffers, Inputs, Routed, Subject, current_outputs
@@ -24,7 +24,8 @@ from dsa_verify.judge.law_regions import LawWatch
 from dsa_verify.judge.normalise import SortedItems, WithinTolerance
 from dsa_verify.judge.pad_rows import NormalisedPadRows
 from dsa_verify.replay.first_replay import FirstReplay
-from dsa_verify.waivers.mask import WaivedWords
+from dsa_verify.waivers.mask import WaiverMask
+from dsa_verify.waivers.waivers import Waiver
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +95,7 @@ class Shown:
     in one. `waived`: copies in which what a waiver covers is right."""
 
     forms: Mapping[str, SortedItems | WithinTolerance | NormalisedPadRows]
-    waived: tuple[WaivedWords, ...]
+    waived: tuple[WaiverMask, ...]
 
     @property
     def righted(self) -> dict[str, torch.Tensor]:
@@ -130,24 +131,44 @@ def nothing() -> None:
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
-class CapturedBucket:
-    """Everything of one bucket that a round touches.
+class Sides:
+    """Subject and oracle of one bucket once both are captured.
 
-    `prepare` and `judge_*` launch the harness's own work, `judge_replay` in its two phases. `fields`: as they lie in
-    memory, without those that a waiver covers words of. `ledger`: where each output was at capture. `at_capture`: what
-    the oracle gave for the inputs at capture, if it was kept. `disturbed`: whether its own fields have been prepared
-    for other inputs since its last round. `rounds`: replayed so far.
+    `outputs`: the subject's, as they were then. `poison_kind`: int32 [1], the poison of the round. `at_capture`: what
+    the oracle gave for the inputs at capture, if it was kept. `frozen`: the same of each field that a waiver covers
+    words of.
     """
 
-    bucket: int
     layout: Layout
     subject: Subject
     oracle: Subject
     inputs: Inputs
+    oracle_inputs: Inputs
     buffers: Buffers
     oracle_buffers: Buffers
+    outputs: Mapping[str, torch.Tensor]
+    control: Control
+    poison_kind: torch.Tensor
     subject_graph: Graph
     oracle_graph: Graph
+    at_capture: dict[str, torch.Tensor]
+    waivers: tuple[Waiver, ...]
+    frozen: Mapping[str, torch.Tensor]
+
+    @property
+    def bucket(self) -> int:
+        return self.layout.bucket
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class CapturedBucket(Sides):
+    """Everything of one bucket that a round touches.
+
+    `prepare` and `judge_*` launch the harness's own work, `judge_replay` in its two phases. `fields`: as they lie in
+    memory, without those that a waiver covers words of. `ledger`: where each output was at capture. `disturbed`:
+    whether its own fields have been prepared for other inputs since its last round. `rounds`: replayed so far.
+    """
+
     prepare: Callable[[], None]
     judge_replay: Callable[[Phase], None]
     judge_private: Callable[[], None]
@@ -160,14 +181,13 @@ class CapturedBucket:
     laws: LawWatch
     fields: Mapping[str, Region]
     routed: Routed | None
-    at_capture: dict[str, torch.Tensor]
     ledger: dict[str, Identity] = dataclasses.field(default_factory=dict)
     first_replay: FirstReplay | None = None
     disturbed: bool = False
     rounds: int = 0
 
     @property
-    def waived(self) -> tuple[WaivedWords, ...]:
+    def waived(self) -> tuple[WaiverMask, ...]:
         """Return the words that waivers cover."""
         return self.shown.waived
 

@@ -20,7 +20,6 @@ from dsa_verify.buffers.arena import Arena
 from dsa_verify.buffers.input_buffers import InputBuffers
 from dsa_verify.buffers.poison import Poison
 from dsa_verify.buffers.region import (
-    Control,
     Kind,
     Region,
     as_words,
@@ -43,9 +42,9 @@ from dsa_verify.judge.law_regions import LawWatch
 from dsa_verify.judge.normalise import normalisers
 from dsa_verify.judge.output_check import wrong_outputs
 from dsa_verify.judge.pad_rows import normalised_pad_rows
-from dsa_verify.replay.bucket import CapturedBucket, Judges, Shown, host_copy, nothing
+from dsa_verify.replay.bucket import CapturedBucket, Judges, Shown, Sides, host_copy, nothing
 from dsa_verify.replay.subject_stages import SubjectError, SubjectStages
-from dsa_verify.waivers.mask import WaivedWords
+from dsa_verify.waivers.mask import WaiverMask
 from dsa_verify.waivers.waivers import Waiver
 
 _CONSTANT_INPUTS: Final = ("full_to_swa",)
@@ -101,28 +100,6 @@ class EagerWork:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Sides:
-    """Subject and oracle of one bucket once both are captured. `frozen`: by field that a waiver covers words of, what
-    the oracle gave at capture. `poison_kind`: int32 [1], the poison of the round."""
-
-    layout: Layout
-    subject: Subject
-    oracle: Subject
-    inputs: Inputs
-    oracle_inputs: Inputs
-    buffers: Buffers
-    oracle_buffers: Buffers
-    outputs: Mapping[str, torch.Tensor]
-    control: Control
-    poison_kind: torch.Tensor
-    subject_graph: Graph
-    oracle_graph: Graph
-    at_capture: dict[str, torch.Tensor]
-    waivers: tuple[Waiver, ...]
-    frozen: Mapping[str, torch.Tensor]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Capture:
     """The buckets of one replayer are captured into this.
 
@@ -150,8 +127,8 @@ class Capture:
         shown = self._shown(sides, {region.name: region for region in memory})
         fields = field_regions(layout, {**sides.outputs, **shown.copies}, sides.oracle_buffers, sides.control)
         around = [
-            *guard_regions(self.arena, Kind.GUARD),
-            *guard_regions(self.input_buffers, Kind.GUARD),
+            *guard_regions(self.arena.guards, Kind.GUARD),
+            *guard_regions(self.input_buffers.guards, Kind.GUARD),
             *wider_bucket_regions(self.arena, layout.bucket),
         ]
         laws = LawWatch(layout, {**sides.outputs, **shown.righted}, sides.oracle_buffers)
@@ -163,7 +140,7 @@ class Capture:
         captured.reset()
         return captured
 
-    def _sides(self, layout: Layout, factory: SubjectFactory) -> _Sides:
+    def _sides(self, layout: Layout, factory: SubjectFactory) -> Sides:
         bucket = layout.bucket
         inputs, oracle_inputs = self.input_buffers.inputs(bucket)
         control, poison_kind = self.input_buffers.control(bucket)
@@ -173,7 +150,7 @@ class Capture:
         waivers = [each for each in self.waivers if each.covers(self.geometry, bucket) and each.field in layout]
         frozen = {waiver.field: as_words(oracle_buffers[waiver.field]).clone() for waiver in waivers}
         subject, subject_graph = self._captured_subject(layout, factory, inputs, buffers)
-        return _Sides(
+        return Sides(
             layout=layout,
             subject=subject,
             oracle=oracle,
@@ -240,14 +217,14 @@ class Capture:
             state.put_back()
             stages.fail(error, stage, bucket)
 
-    def _shown(self, sides: _Sides, memory: Mapping[str, Region]) -> Shown:
+    def _shown(self, sides: Sides, memory: Mapping[str, Region]) -> Shown:
         layout, outputs = sides.layout, sides.outputs
         forms = {
             **normalisers(layout, outputs, sides.oracle_buffers),
             **normalised_pad_rows(self.form, layout, outputs, sides.oracle_buffers, sides.oracle_inputs, sides.control),
         }
         waived = [
-            WaivedWords(
+            WaiverMask(
                 waiver,
                 memory[waiver.field],
                 outputs[waiver.field],
@@ -261,7 +238,7 @@ class Capture:
         ]
         return Shown(forms=forms, waived=tuple(waived))
 
-    def _judges(self, sides: _Sides, fields: list[Region], around: list[Region], laws: LawWatch) -> Judges:
+    def _judges(self, sides: Sides, fields: list[Region], around: list[Region], laws: LawWatch) -> Judges:
         own_inputs = input_regions(sides.inputs, sides.oracle_inputs)
         # Rows of wider buckets are as little this one's to write as its own.
         all_inputs = input_regions(*self.input_buffers.inputs(self.input_buffers.widest))
@@ -273,7 +250,7 @@ class Capture:
             return Judge(regions, self.backend.device, self.input_buffers.round_index)
 
         return Judges(
-            replay=over([*fields, *around, *changing, *guard_regions(self.oracle_arena, Kind.ORACLE_GUARD)]),
+            replay=over([*fields, *around, *changing, *guard_regions(self.oracle_arena.guards, Kind.ORACLE_GUARD)]),
             private=over(private_fields(sides.layout, fields)),
             constants=over([region for region in all_inputs if region.name in _CONSTANT_INPUTS]),
             ready=over([region for region in fields if region.name in ready]),
@@ -292,7 +269,7 @@ class Capture:
         return tuple(names)
 
     def _captured(
-        self, sides: _Sides, shown: Shown, judges: Judges, laws: LawWatch, poison: Poison, memory: list[Region]
+        self, sides: Sides, shown: Shown, judges: Judges, laws: LawWatch, poison: Poison, memory: list[Region]
     ) -> CapturedBucket:
         """Return the bucket with what the harness launches in it, captured in the order in which it is listed."""
         bucket, input_buffers, graphs = sides.layout.bucket, self.input_buffers, self.graphs
@@ -312,15 +289,7 @@ class Capture:
 
         righted = shown.righted
         return CapturedBucket(
-            bucket=bucket,
-            layout=sides.layout,
-            subject=sides.subject,
-            oracle=sides.oracle,
-            inputs=sides.inputs,
-            buffers=sides.buffers,
-            oracle_buffers=sides.oracle_buffers,
-            subject_graph=sides.subject_graph,
-            oracle_graph=sides.oracle_graph,
+            **{field.name: getattr(sides, field.name) for field in dataclasses.fields(sides)},
             prepare=graphs.of(prepare),
             judge_replay=graphs.of_phases(functools.partial(look, judges.replay)),
             judge_private=graphs.of(functools.partial(look, judges.private, Phase.BEFORE)),
@@ -333,7 +302,6 @@ class Capture:
             laws=laws,
             fields={region.name: region for region in memory if region.name not in righted},
             routed=sides.subject if isinstance(sides.subject, Routed) else None,
-            at_capture=sides.at_capture,
         )
 
 

@@ -106,8 +106,7 @@ def _distance(one: Mapping[str, str], other: Mapping[str, str]) -> int:
 
 
 def _arguments(function: Any, compiled: Mapping[str, Any]) -> dict[str, str]:
-    """Return by argument, then by option, the class of values that a form is made for; of what this Triton does not
-    tell, nothing."""
+    """Return by argument, then by option, the class of values that a form is made for, as far as this Triton tells."""
     signature, constants = compiled.get("signature") or {}, compiled.get("constants") or {}
     attributes = (compiled.get("configs") or [{}])[0] or {}
     declared = {param.name: bool(param.is_constexpr) for param in getattr(function, "params", None) or ()}

@@ -113,8 +113,7 @@ class RankRun:
         self._graph = None
 
     def _regions(self, layout: Layout, inputs: Inputs, buffers: Mapping[str, torch.Tensor]) -> list[Region]:
-        """Return what this rank writes, the prefix, the merge against that of rank 0 bit by bit, the guards and the
-        inputs."""
+        """Return what this rank writes, the prefix, the merge against rank 0's bit by bit, guards and inputs."""
         others = tuple(f"rank{rank}_" for rank in range(self._geometry.dcp_size) if rank != self._rank)
         own = tuple(field for field in layout if not field.name.startswith(others))
         control, _ = self._input_buffers.control(self._bucket)
@@ -134,14 +133,13 @@ class RankRun:
                 Region(kind=Kind.FIELD, name=f"{name} of all ranks", got=as_words(tensor), want=as_words(first))
                 for (name, tensor), first in zip(self._merged.items(), self._first_merged.values(), strict=True)
             ),
-            *guard_regions(self._arena, Kind.GUARD),
-            *guard_regions(self._input_buffers, Kind.GUARD),
+            *guard_regions(self._arena.guards, Kind.GUARD),
+            *guard_regions(self._input_buffers.guards, Kind.GUARD),
             *input_regions(inputs, self._oracle_inputs),
         ]
 
     def _fill_pools(self, buffers: Buffers) -> None:
-        """Every row says which virtual slot it is, but for slot 0, so that a prefix of old tokens shows where it came
-        from."""
+        """Each row says which virtual slot it is, but for slot 0, so that a prefix of old tokens shows its origin."""
         size, block = self._geometry.dcp_size, self._geometry.dcp_block
         for rank in range(size):
             pool = buffers[f"rank{rank}_kv_pool"]

@@ -14,7 +14,7 @@ import torch
 from dsa_verify.buffers.region import Kind, Region
 from dsa_verify.contract.layout import Dead
 from dsa_verify.judge.judge import Judge, Phase
-from dsa_verify.waivers.mask import WaivedWords
+from dsa_verify.waivers.mask import WaiverMask
 
 
 class FirstReplay:
@@ -26,7 +26,7 @@ class FirstReplay:
     def __init__(
         self,
         regions: Sequence[Region],
-        waived: Collection[WaivedWords],
+        waived: Collection[WaiverMask],
         device: torch.device,
         round_index: torch.Tensor,
     ):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dsa_verify.judge.judge import Tally
 from dsa_verify.replay.bucket import AddressChange, WrongRoute
 from dsa_verify.replay.compilations import Compilation
-from dsa_verify.waivers.mask import Seen, WaivedWords
+from dsa_verify.waivers.mask import Seen, WaiverMask
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class BucketSeen:
     rounds: int
     fields: int
     tally: Tally
-    waived: tuple[tuple[WaivedWords, Seen], ...]
+    waived: tuple[tuple[WaiverMask, Seen], ...]
     occurred: Mapping[str, bool]
     eager_oracle: str
 
@@ -49,7 +49,7 @@ class Observation:
         return min(rounds, default=None)
 
     @property
-    def to_explain(self) -> list[tuple[int, int, WaivedWords]]:
+    def to_explain(self) -> list[tuple[int, int, WaiverMask]]:
         """Return (first round, bucket, words) where a waiver has covered words of which it is not known yet whether
         they are what it is for, earliest first."""
         found = [

@@ -232,8 +232,7 @@ class Replayer:
 
     @contextlib.contextmanager
     def _state_kept(self, state: TorchState) -> Iterator[None]:
-        """Raise SubjectError if `state` does not hold after many rounds, also if it was the harness that failed of
-        it."""
+        """Raise SubjectError if `state` does not hold after many rounds, even if the harness failed of it."""
         first = self.rounds_run
         try:
             yield
@@ -286,8 +285,7 @@ class Replayer:
             self._judge_constants()
 
     def _other_work(self, captured: CapturedBucket, table: RoundTable, row: int) -> None:
-        """Do what a server does besides before it replays `captured`: it prepares another batch eagerly, then does
-        whatever the subject declares."""
+        """Do what a server does before it replays `captured`: prepare another batch, then what the subject declares."""
         other = self._prepared_again(captured, table, row)
         state, stage, bucket = TorchState.now(), progress.BEFORE_REPLAY, captured.bucket
         try:
@@ -407,6 +405,5 @@ class Replayer:
 
 
 def without_pools(layout: Layout, leave_out: Collection[str]) -> Layout:
-    """Return `layout` without the pools that are not compared: they are as large as ids of slots are high, and nothing
-    else follows from them."""
+    """Return `layout` without the pools that are not compared: they grow with ids of slots, and nothing follows."""
     return layout.without([field.name for field in layout if field.row is Row.SLOT and field.name in leave_out])

@@ -19,9 +19,9 @@ from dsa_verify.contract.subject import SubjectFactory, has_foreign_work, not_co
 from dsa_verify.contract.system import System
 from dsa_verify.graphs import Backend
 from dsa_verify.replay.replayer import Replayer
-from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
+from dsa_verify.rounds.matrix import REMAPS_PER_ROUND, Config
 from dsa_verify.subjects.faults import brings_foreign_work, check_field, forgotten_inputs, in_layouts, plant
-from dsa_verify.systems.catalogue import reference_of, subject_factory
+from dsa_verify.systems.catalogue import get_system, reference_of, subject_factory
 from dsa_verify.systems.engines import check_device
 from dsa_verify.waivers.waivers import NO_WAIVERS, Ledger, Waiver
 
@@ -80,8 +80,7 @@ class ReplaySetup:
         backend: Backend,
         ledger: Ledger = NO_WAIVERS,
     ) -> ReplaySetup:
-        """Make the setup of `subject`, which is a reference, or the factory itself where it has no name to be loaded
-        by."""
+        """Make the setup of `subject`: a reference, or the factory itself where it has no name to be loaded by."""
         label, factory = cls.factory_of(system, subject)
         check_device(label, backend.device)
         system.check_geometry(geometry)
@@ -108,6 +107,34 @@ class ReplaySetup:
             ledger=ledger,
             waivers=ledger.applying(system.name, label, geometry, buckets, factory),
         )
+
+    @classmethod
+    def of_config(
+        cls,
+        config: Config,
+        subject: str | SubjectFactory | None,
+        fault: str | None,
+        backend: Backend,
+        ledger: Ledger = NO_WAIVERS,
+    ) -> ReplaySetup:
+        """Make the setup of `subject` in a configuration."""
+        return cls.make(config.system, config.geometry, config.buckets, config.seed, subject, fault, backend, ledger)
+
+    @classmethod
+    def of_case(
+        cls,
+        case: Scenario,
+        backend: Backend,
+        ledger: Ledger = NO_WAIVERS,
+        *,
+        subject: str | SubjectFactory | None = None,
+        fault: str | None = None,
+    ) -> ReplaySetup:
+        """Make the setup of `case`. `subject`, `fault`: instead of those that it names."""
+        subject = case.subject if subject is None else subject
+        fault = case.fault if fault is None else fault
+        system = get_system(case.system)
+        return cls.make(system, case.geometry, case.buckets, case.seed, subject, fault, backend, ledger)
 
     @staticmethod
     def factory_of(system: System, subject: str | SubjectFactory | None) -> tuple[str, SubjectFactory]:

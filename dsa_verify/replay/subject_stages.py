@@ -68,8 +68,7 @@ class SubjectStages:
             raise SubjectError(stage, bucket, message, kind=kind, round_=self.round) from cause
 
     def refuse_copies(self) -> None:
-        """Raise SubjectError if a copy of the process has come back from the subject; this one ends if it is such a
-        copy."""
+        """Raise SubjectError if a copy of the process came back from the subject; this one ends if it is the copy."""
         slots = self.slots
         self.end_if_copy(slots[progress.STAGE], slots[progress.BUCKET])
         if slots[progress.COPIES]:

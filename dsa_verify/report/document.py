@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from dsa_verify.base.writable import write
+from dsa_verify.report import junit
 from dsa_verify.run.runner import RESULT_SCHEMA, RunResult, total
 
 
@@ -19,3 +23,12 @@ def of(runs: Sequence[RunResult], status: int) -> dict[str, Any]:
         "wall_s": round(sum(run.wall_s for run in runs), 3),
         "runs": [run.to_dict() for run in runs],
     }
+
+
+def save(
+    runs: Sequence[RunResult], status: int, json_path: Path | None, junit_path: Path | None = None, **more: object
+) -> int:
+    """Write the results to the files that are given, to JSON with `more`; the exit status that is earned then."""
+    if json_path is not None:
+        status = write(json_path, json.dumps({**of(runs, status), **more}, indent=2) + "\n", status)
+    return status if junit_path is None else write(junit_path, junit.of(runs), status)

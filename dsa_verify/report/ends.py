@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import sys
@@ -42,8 +41,7 @@ def end_by(number: int) -> None:
 
 
 def _say(told: Told, end: End, options: Mapping[str, Any]) -> int:
-    from dsa_verify.base import writable as files
-    from dsa_verify.report import document, junit
+    from dsa_verify.report import document
     from dsa_verify.report.terminal import BAD, Terminal
     from dsa_verify.run.runner import Outcome, RunResult
 
@@ -64,13 +62,7 @@ def _say(told: Told, end: End, options: Mapping[str, Any]) -> int:
         for line in (*told.lines(), *lost):
             terminal.say(f"  {line}")
         terminal.verdict(runs, told.status)
-    status = told.status
-    if options["json_path"] is not None:
-        text = json.dumps(document.of(runs, status), indent=2) + "\n"
-        status = files.write(options["json_path"], text, status)
-    if options.get("junit_path") is not None:
-        status = files.write(options["junit_path"], junit.of(runs), status)
-    return status
+    return document.save(runs, told.status, options["json_path"], options.get("junit_path"))
 
 
 def save(told: Told, pid: int, folder: Path) -> tuple[str | None, str | None, list[str]]:

@@ -17,7 +17,7 @@ from dsa_verify.graphs import Backend
 from dsa_verify.report.streams import report_stream
 from dsa_verify.run.runner import RunResult, total
 from dsa_verify.run.verify import Counts
-from dsa_verify.waivers.waivers import beyond, rounds_by_waiver
+from dsa_verify.waivers.waivers import named_waivers, rounds_by_waiver
 
 GOOD: Final = "green"
 BAD: Final = "bold red"
@@ -96,7 +96,7 @@ class Terminal:
             self.say(
                 f"  {counted(late, 'kernel')} {were} compiled while rounds ran, which is allowed: {run.may_compile}"
             )
-        waived = beyond(rounds_by_waiver(counts.waivers.values()))
+        waived = named_waivers(rounds_by_waiver(counts.waivers.values()))
         if waived:
             self.say(f"  {counted(counts.mismatches, 'mismatch')}{waived}")
         for use in run.gone:
@@ -123,13 +123,6 @@ class Terminal:
                 f"  never occurred: {name}; the run shows nothing of it, so give it other batches or more rounds", BAD
             )
 
-    def error(self, error: BaseException) -> None:
-        self.say(f"dsa-verify: {in_a_line(error)}", BAD)
-
-    def crash(self, error: BaseException) -> None:
-        self.say(f"dsa-verify: the harness failed, no verdict: {in_a_line(error)}", BAD)
-        self._console.print_exception()
-
     def guard(self, work: Callable[[], None]) -> int:
         """Do `work`; what ends it early is said, and the exit status for that is returned: 0 if nothing did."""
         try:
@@ -138,10 +131,10 @@ class Terminal:
             self.say("interrupted; results so far are kept")
             return exit_status(error)
         except (Exception, SystemExit) as error:  # a subject's code may call sys.exit, which is no result
-            if is_expected(error):
-                self.error(error)
-            else:
-                self.crash(error)
+            failed = "" if is_expected(error) else "the harness failed, no verdict: "
+            self.say(f"dsa-verify: {failed}{in_a_line(error)}", BAD)
+            if failed:
+                self._console.print_exception()
             return exit_status(error)
         return STATUS_EQUAL
 
@@ -150,7 +143,7 @@ class Terminal:
         findings = sum(len(run.findings) for run in runs)
         gone = sum(len(run.gone) for run in runs)
         if status == STATUS_EQUAL:
-            waived = beyond(rounds_by_waiver(counts.waivers.values())).partition(":")[0]
+            waived = named_waivers(rounds_by_waiver(counts.waivers.values())).partition(":")[0]
             text = f"{counted(counts.rounds_checked, 'replay')} checked, all equal{waived}"
         elif status == STATUS_NOTHING_VERIFIED:
             text = "nothing was verified: a system or case had no round to check"

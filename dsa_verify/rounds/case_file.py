@@ -47,8 +47,7 @@ def read_case(path: Path, *, trusts: Callable[[str], bool] = _nobody) -> Scenari
 
 
 def parse_case(text: str, *, name: str = "", trusts: Callable[[str], bool] = _nobody) -> Scenario:
-    """Return the scenario in the JSON `text`; UsageError names the first path that is wrong. `trusts`: as in
-    `read_case`."""
+    """Return the scenario in JSON `text`; UsageError names the first wrong path. `trusts`: as in `read_case`."""
     body = _Reader(_load_json(text), "")
     schema = body.integer("schema", 0, 1 << 31)
     if schema != CASE_SCHEMA:

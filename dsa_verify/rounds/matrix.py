@@ -307,8 +307,7 @@ def _script_verify_lens(config: Config, i: int, bucket: int, row: Array) -> Arra
 
 
 def _within(wanted: Array, room: Array) -> Array:
-    """Return `wanted` [M, B] lengths, 0 for no request, cut to at least 1 so that each row's sum fits into `room`
-    [M]."""
+    """Return `wanted` [M, B] lengths, 0: no request, cut to at least 1 so that each row's sum fits into `room` [M]."""
     extra = np.maximum(wanted - 1, 0)
     spare = room - (wanted > 0).sum(1)
     before = np.cumsum(extra, axis=1) - extra
@@ -436,8 +435,7 @@ def _verify_lens(config: Config, rng: np.random.Generator, bucket: Array, live: 
 
 
 def _floors(config: Config, rng: np.random.Generator, lengths: Array, requests: Array) -> Array:
-    """Return 0 of half of the request rows; else around the window of one of the lengths that the row has in this
-    round."""
+    """Return 0 of half of the request rows; else around the window of one of the row's lengths in this round."""
     geometry = config.geometry
     shape = (len(lengths), geometry.request_rows)
     of_row = np.zeros(shape, np.int64)

@@ -69,11 +69,6 @@ class RunResult:
             return []
         return [use for use in self.counts.waivers.values() if use.gone]
 
-    @property
-    def flaky(self) -> bool:
-        """Return True if there are findings and all of them are flaky."""
-        return bool(self.findings) and all(f.diagnosis is Diagnosis.FLAKY for f in self.findings)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the result for JSON, with the counts flat beside the rest."""
         rate = self.counts.rounds_checked / self.wall_s if self.wall_s else 0.0
@@ -118,16 +113,7 @@ class Runner:
     def matrix(self, configs: Sequence[Config], subject: Subject, run: RunResult, *, fault: str | None = None) -> None:
         """Run `configs` of one system, adding to `run`."""
         for i, config in enumerate(configs):
-            setup = ReplaySetup.make(
-                config.system,
-                config.geometry,
-                config.buckets,
-                config.seed,
-                subject,
-                fault,
-                self.backend,
-                self.ledger,
-            )
+            setup = ReplaySetup.of_config(config, subject, fault, self.backend, self.ledger)
             self._run(setup, setup.with_foreign_work(config.chunks()), config.name, run, waivers_due=True)
             if run.findings and not self.keep_going:
                 run.stopped_early = i + 1 < len(configs)
@@ -136,16 +122,7 @@ class Runner:
     def case(self, scenario: Scenario, subject: Subject, run: RunResult, *, fault: str | None = None) -> None:
         """Run one case, adding to `run`; `subject` and `fault` override those it names. What it names is imported: of a
         case that somebody else wrote, ask `check_trust` first."""
-        setup = ReplaySetup.make(
-            get_system(scenario.system),
-            scenario.geometry,
-            scenario.buckets,
-            scenario.seed,
-            subject if subject is not None else scenario.subject,
-            fault if fault is not None else scenario.fault,
-            self.backend,
-            self.ledger,
-        )
+        setup = ReplaySetup.of_case(scenario, self.backend, self.ledger, subject=subject, fault=fault)
         table = setup.table(scenario.rounds, remap_slots_of(scenario.rounds))
         self._run(setup, [table] if len(table) else [], scenario.name or "case", run, waivers_due=False)
 
@@ -178,8 +155,7 @@ class Runner:
 
 
 def new_result(system: str, subject: Subject, backend: Backend, ledger: Ledger = NO_WAIVERS) -> RunResult:
-    """Return an empty result; UsageError if the subject, or the code that it is of, cannot be found, NothingVerified if
-    it needs another device."""
+    """Return an empty result; UsageError without the subject or its code, NothingVerified for want of its device."""
     label, factory = ReplaySetup.factory_of(get_system(system), subject)
     check_device(label, backend.device)
     return RunResult(

@@ -27,8 +27,8 @@ from dsa_verify.buffers.region import Kind
 from dsa_verify.contract.finding import Finding
 from dsa_verify.contract.round import Round, Scenario
 from dsa_verify.contract.round_table import RoundTable
-from dsa_verify.diagnosis.beyond_waivers import Covered
 from dsa_verify.diagnosis.confirm import confirm
+from dsa_verify.diagnosis.not_waived import Covered
 from dsa_verify.diagnosis.other_findings import fault_finding, flaky_finding, flaky_waived, late_compilations
 from dsa_verify.replay.observation import BucketSeen, Observation
 from dsa_verify.replay.planted import require_sight
@@ -196,17 +196,24 @@ class _Recent:
 
 def _explain(setup: ReplaySetup, rounds: Sequence[Round], seen: Observation, folder: Path | None) -> list[Finding]:
     """Return the findings of the last of `rounds`, with the shortest case that shows them again."""
+    findings, case, attempts = _shown_again(setup, rounds)
+    findings = findings or [flaky_finding(setup, seen.tallies, attempts)]
+    return [_with_case(finding, setup, case, folder) for finding in findings]
+
+
+def _shown_again(
+    setup: ReplaySetup, rounds: Sequence[Round], waived: set[Covered] | None = None, until: Covered | None = None
+) -> tuple[list[Finding], Sequence[Round], int]:
+    """Return the findings of the shortest end of `rounds` that has any, that end or else the longest one, and how many
+    were tried. None is tried any more once `until` is among the `waived`."""
     attempts = 0
     for window in CASE_WINDOWS:
         case = rounds[-window:]
+        findings = confirm(setup, case, waived=waived)
         attempts += 1
-        findings = confirm(setup, case)
-        if findings:
-            return [_with_case(finding, setup, case, folder) for finding in findings]
-        if window >= len(rounds):
+        if findings or window >= len(rounds) or (waived and until in waived):
             break
-    flaky = flaky_finding(setup, seen.tallies, attempts)
-    return [_with_case(flaky, setup, rounds[-CASE_WINDOWS[-1] :], folder)]
+    return findings, case, attempts
 
 
 def _explain_waived(setup: ReplaySetup, recent: _Recent, seen: Observation, folder: Path | None) -> list[Finding]:
@@ -214,18 +221,13 @@ def _explain_waived(setup: ReplaySetup, recent: _Recent, seen: Observation, fold
     they are. Of what the device can say itself there is nothing to explain."""
     waived: set[Covered] = set()
     for first, bucket, words in seen.to_explain:
-        covered, rounds, attempts = (bucket, words.waiver.key), recent.up_to(first), 0
-        for window in () if covered in waived else CASE_WINDOWS:
-            case = rounds[-window:]
-            attempts += 1
-            findings = confirm(setup, case, waived=waived)
+        covered = (bucket, words.waiver.key)
+        if covered not in waived:
+            findings, case, attempts = _shown_again(setup, recent.up_to(first), waived, covered)
+            if not findings and covered not in waived:
+                findings = [flaky_waived(setup, words.waiver, first, bucket, attempts)]
             if findings:
                 return _seen_in(first, [_with_case(finding, setup, case, folder) for finding in findings])
-            if covered in waived or window >= len(rounds):
-                break
-        if covered not in waived:
-            flaky = flaky_waived(setup, words.waiver, first, bucket, attempts)
-            return _seen_in(first, [_with_case(flaky, setup, rounds[-CASE_WINDOWS[-1] :], folder)])
         words.explained = True
     return []
 
@@ -288,8 +290,7 @@ def _stem(finding: Finding) -> str:
 
 
 def _save(scenario: Scenario, stem: str, folder: Path | None) -> Path | None:
-    """Write the case; its name carries a digest of its text, so two different cases never overwrite each other.
-    OSError if it cannot be written."""
+    """Write the case, with a digest of its text in the name so that none overwrites another. OSError if it cannot."""
     if folder is None:
         return None
     text = scenario.to_json()

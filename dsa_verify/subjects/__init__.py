@@ -1,2 +1,1 @@
-"""Subjects are what is judged: the project's own pipelines, adapters to engines, and planted faults. No oracle is
-imported here."""
+"""Subjects are what is judged: our own pipelines, adapters to engines, and planted faults. They import no oracle."""

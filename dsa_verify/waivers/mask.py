@@ -1,5 +1,4 @@
-"""WaivedWords: which words of a field a waiver covers, found on the device in every round, so that every other word is
-still judged bit by bit.
+"""WaiverMask: which words of a field a waiver covers, found on the device in every round; all others are judged.
 
 The judge is shown a copy of the field in which the covered words have become what they must be. A word that was never
 written is exactly what it was before the replay, and one that is frozen is what was right for the inputs at capture:
@@ -19,7 +18,7 @@ import torch
 
 from dsa_verify.buffers.region import Region, as_words
 from dsa_verify.contract.finding import Diagnosis
-from dsa_verify.judge.judge import Difference, Phase, expected_words, live_words
+from dsa_verify.judge.judge import Difference, Phase, differences_at, expected_words, live_words, wrong_words
 from dsa_verify.waivers.waivers import Waiver
 
 MOST_EXPLAINED: Final = 1024  # words of a field in one round, each by itself
@@ -34,7 +33,7 @@ class Seen:
     first_round: int
 
 
-class WaivedWords:
+class WaiverMask:
     """The words of one field of one bucket.
 
     `region`: the field as it lies in `source`, the subject's output. `shown`: what the judge would be shown instead,
@@ -96,20 +95,9 @@ class WaivedWords:
 
     def differences(self, round_: int) -> list[Difference]:
         """The words that this round has covered anew, the first MOST_EXPLAINED in row-major order."""
-        got, want = self.region.got, expected_words(self.region, live_words(self.region))[0]
+        _, want = wrong_words(self.region)
         places = (self._covered & ~self._known).nonzero()[:MOST_EXPLAINED]
-        return [
-            Difference(
-                region=self.region,
-                round=round_,
-                phase=Phase.REPLAY,
-                row=row,
-                word=word,
-                got=int(got[row, word]),
-                want=int(want[row, word]),
-            )
-            for row, word in places.tolist()
-        ]
+        return differences_at(self.region, want, places.tolist(), round_, Phase.REPLAY)
 
     def seen(self) -> Seen:
         """Since the last `reset`; synchronises."""

@@ -1,8 +1,7 @@
-"""Waiver: a known difference between a published kernel and the contract, which a run names and counts but does not
-fail for.
+"""Waiver: a known difference between a published kernel and the contract, which a run counts but does not fail for.
 
 A waiver covers one kind of wrong, in named fields of one subject, within a range of versions, and nothing else. It
-fails the run once its difference is gone. What it covers is decided word by word on the device (waived_words.py). The
+fails the run once its difference is gone. What it covers is decided word by word on the device (mask.py). The
 ledger that is shipped is waivers.toml; docs/waivers.md says how to write one.
 
 Nothing here imports torch until the names in a ledger are held against the layouts: a campaign reads one, too.
@@ -18,22 +17,24 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from dsa_verify.base.errors import UsageError
+from dsa_verify.base.version import package_version
 from dsa_verify.contract.explanation import Cause, Explanation
 from dsa_verify.contract.finding import Diagnosis
 from dsa_verify.contract.geometry import SHARED_FIELDS, Geometry
 from dsa_verify.contract.system import System
-from dsa_verify.systems.catalogue import SYSTEMS
+from dsa_verify.systems.catalogue import SYSTEMS, get_system
 from dsa_verify.systems.engines import engine_subject
 
 if TYPE_CHECKING:
     from dsa_verify.contract.subject import SubjectFactory
 
+T = TypeVar("T")
 LEDGER_SCHEMA: Final = 1
 ALLOW_COMPILATIONS: Final = "--allow-compilations"
 SHIPPED: Final = Path(__file__).with_name("waivers.toml")
@@ -129,8 +130,7 @@ class Waiver:
         return self.law is not None or not self.by_diagnosis or not self.diagnoses <= EXACT
 
     def is_for(self, explanation: Explanation, said: str) -> bool:
-        """Return whether an element with that explanation, of which the subject itself said `said`, is what the waiver
-        is for."""
+        """Return whether the waiver is for an element so explained, of which the subject itself said `said`."""
         return (
             explanation.kind in self.diagnoses
             and (not self.causes or explanation.cause in self.causes)
@@ -150,7 +150,7 @@ class Waiver:
     def outside(self, versions: Mapping[str, str]) -> str | None:
         """Why it does not apply to a subject that is made of `versions`; None if it does."""
         for package, specifiers in self.versions:
-            found = versions.get(package) or _installed(package)
+            found = versions.get(package) or package_version(package)
             if found is None:
                 return f"{package} is not what {self.subject} is made of, and is not installed"
             try:
@@ -165,15 +165,6 @@ class Waiver:
 def _all_hold(conditions: Sequence[Condition], geometry: Geometry, **facts: Any) -> bool:
     known = {"preset": geometry.preset, **geometry.values(), **facts}
     return all(condition.holds(known) for condition in conditions)
-
-
-def _installed(package: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -207,8 +198,7 @@ class WaiverUse:
 
 
 def rounds_by_waiver(uses: Iterable[WaiverUse]) -> dict[str, int]:
-    """Rounds in which each difference was seen, without those that never were. Of several fields of one waiver, the one
-    with the most rounds counts."""
+    """Rounds in which each difference was seen, if any. Of several fields of one waiver, the most rounds count."""
     rounds: dict[str, int] = {}
     for use in uses:
         if use.words:
@@ -216,7 +206,7 @@ def rounds_by_waiver(uses: Iterable[WaiverUse]) -> dict[str, int]:
     return rounds
 
 
-def beyond(rounds: Mapping[str, int]) -> str:
+def named_waivers(rounds: Mapping[str, int]) -> str:
     """ " beyond 2 named waivers: ID (17 rounds), ID (3 rounds)", to be put behind a count; empty if there are none."""
     listed = ", ".join(f"{name} ({count} round{'s' * (count != 1)})" for name, count in rounds.items())
     return f" beyond {len(rounds)} named waiver{'s' * (len(rounds) != 1)}: {listed}" if rounds else ""
@@ -370,9 +360,9 @@ def _parse_entry(entry: Mapping[str, Any], where: str) -> list[Waiver]:
     if entry["system"] not in SYSTEMS:
         raise UsageError(f"{where}.system: {entry['system']!r} is unknown; use one of {', '.join(SYSTEMS)}")
     versions = _parse_versions(entry["versions"], f"{where}.versions")
-    diagnoses = [
-        _parse_diagnosis(text, f"{where}.diagnosis") for text in _texts(entry["diagnosis"], f"{where}.diagnosis")
-    ]
+    waivable = {diagnosis.value: diagnosis for diagnosis in WAIVABLE}
+    diagnoses = _named(entry["diagnosis"], waivable, f"{where}.diagnosis", "nothing that can be waived")
+    causes = {cause.value: cause for cause in Cause}
     when = _parse_conditions(entry.get("when", {}), f"{where}.when", SYSTEMS[entry["system"]], ("bucket",))
     shows = _parse_conditions(entry.get("shows", {}), f"{where}.shows", SYSTEMS[entry["system"]], ("bucket", "rounds"))
     return [
@@ -382,9 +372,9 @@ def _parse_entry(entry: Mapping[str, Any], where: str) -> list[Waiver]:
             versions=versions,
             system=entry["system"],
             field=field,
-            diagnoses=frozenset(diagnoses),
+            diagnoses=diagnoses,
             reason=entry["reason"],
-            causes=_parse_causes(entry.get("cause"), f"{where}.cause"),
+            causes=_named(entry["cause"], causes, f"{where}.cause", "unknown") if "cause" in entry else frozenset(),
             subject_says=entry.get("subject_says"),
             law=entry.get("law"),
             when=when,
@@ -402,19 +392,12 @@ def _texts(value: Any, where: str) -> list[str]:
     return texts
 
 
-def _parse_diagnosis(text: str, where: str) -> Diagnosis:
-    known = {diagnosis.value: diagnosis for diagnosis in WAIVABLE}
-    if text not in known:
-        raise UsageError(f"{where}: {text!r} is nothing that can be waived; use one of {', '.join(known)}")
-    return known[text]
-
-
-def _parse_causes(value: Any, where: str) -> frozenset[Cause]:
-    known = {cause.value: cause for cause in Cause}
-    texts = [] if value is None else _texts(value, where)
+def _named(value: Any, known: Mapping[str, T], where: str, what: str) -> frozenset[T]:
+    """What one text or several name. `what`: what a name is that is not `known`."""
+    texts = _texts(value, where)
     for text in texts:
         if text not in known:
-            raise UsageError(f"{where}: {text!r} is unknown; use one of {', '.join(known)}")
+            raise UsageError(f"{where}: {text!r} is {what}; use one of {', '.join(known)}")
     return frozenset(known[text] for text in texts)
 
 
@@ -462,7 +445,7 @@ def _parse_condition(name: str, wanted: Any, kind: str, where: str) -> Iterator[
 def check_names(ledger: Ledger) -> None:
     """UsageError for a field, a law or an engine's subject that does not exist. Imports torch."""
     from dsa_verify.judge.schedule_laws import Law
-    from dsa_verify.systems.engines import engine_subject
+    from dsa_verify.systems.indexer import scheduled_lengths
 
     for waiver in ledger.waivers:
         where = f"{ledger.source}: waiver {waiver.id}"
@@ -475,7 +458,7 @@ def check_names(ledger: Ledger) -> None:
         laws = [law.value for law in Law]
         if waiver.law is not None and waiver.law not in laws:
             raise UsageError(f"{where}: law: {waiver.law!r} is unknown; use one of {', '.join(laws)}")
-        if waiver.law is not None and not _is_schedule(waiver.field):
+        if waiver.law is not None and scheduled_lengths(waiver.field) is None:
             raise UsageError(
                 f"{where}: law: {waiver.field} is no schedule, to which alone the laws apply; leave it out"
             )
@@ -484,17 +467,9 @@ def check_names(ledger: Ledger) -> None:
             raise UsageError(f"{where}: system: {waiver.subject} is of {engine.system}, not of {waiver.system}")
 
 
-def _is_schedule(field: str) -> bool:
-    from dsa_verify.systems.indexer import scheduled_lengths
-
-    return scheduled_lengths(field) is not None
-
-
 @functools.cache
 def fields_of(system: str) -> tuple[str, ...]:
     """The fields that `system` has in one geometry or another, without those that are views of others."""
-    from dsa_verify.systems.catalogue import get_system
-
     found: dict[str, None] = {}
     known = get_system(system)
     for geometry in _many_geometries(known):

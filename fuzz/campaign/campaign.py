@@ -30,7 +30,7 @@ from fuzz.campaign.display import CampaignSnapshot, Display, Health, RunningShar
 from fuzz.campaign.executors import Pool
 from fuzz.campaign.locks import FolderInUse, held
 from fuzz.campaign.plan import PLAN_FILE, Plan
-from fuzz.campaign.report import finding_lines, summary, verdict_lines
+from fuzz.campaign.report import attempt_line, finding_lines, summary, verdict_lines
 from fuzz.campaign.shard_folder import (
     CAMPAIGN_LOCK,
     PROGRESS_FILE,
@@ -232,12 +232,8 @@ class Campaign:
         )
 
     def _say_attempts(self, number: int) -> None:
-        folder = shard_folder(self.root, number)
-        for attempt in attempts_in(folder):
-            self.display.say(
-                f"shard {number}: {attempt['ended']}: {attempt['text']} "
-                f"({attempt['rounds_lost']} rounds in flight lost)"
-            )
+        for attempt in attempts_in(shard_folder(self.root, number)):
+            self.display.say(attempt_line(number, attempt))
 
     def _snapshot(self, facts: dict[str, Any]) -> CampaignSnapshot:
         running = [self._running_shard(number) for number in sorted(self._running.values())]
@@ -280,8 +276,7 @@ def run_campaign(root: Path, plan: Plan, limits: Limits, pool: Pool, display: Di
 
 @contextlib.contextmanager
 def writable_folder(root: Path) -> Iterator[None]:
-    """Write into `root` inside. UsageError before anything is done if nothing can be put there; HarnessError in words
-    if the disk gets full."""
+    """Write into `root` inside. UsageError if nothing can be put there; HarnessError in words if the disk gets full."""
     check_folder(str(root))
     try:
         yield

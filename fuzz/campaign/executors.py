@@ -15,11 +15,11 @@ import queue
 import re
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 from dsa_verify.base.errors import HarnessError, UsageError
 from dsa_verify.base.gpu_pinning import PINNED, VISIBLE, visible_gpus
+from dsa_verify.base.version import package_version
 from fuzz.campaign.supervisor import slot
 
 CONNECT_S: Final = 30.0
@@ -124,11 +124,7 @@ def _dask(address: str, device: str, workers: int | None) -> Iterator[Pool]:
 
 def look_around() -> Worker:
     """Return the version and the GPUs of the process that calls this."""
-    try:
-        found = version("dsa-verify")
-    except PackageNotFoundError:  # run from its folder
-        found = "unknown"
-    return Worker(version=found, gpus=tuple(visible_gpus()))
+    return Worker(version=package_version("dsa-verify") or "unknown", gpus=tuple(visible_gpus()))
 
 
 def check_worker(name: str, worker: Worker, threads: int, device: str) -> None:

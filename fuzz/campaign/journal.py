@@ -79,8 +79,7 @@ class Journal:
         )
 
     def clock(self) -> float:
-        """Return time.monotonic(), as a sign of life from whatever asks for the time; Stopped if the campaign is
-        over."""
+        """Return time.monotonic(), as a sign of life from whoever asks for it; Stopped if the campaign is over."""
         self.beat()
         if self._stop.exists():
             raise Stopped

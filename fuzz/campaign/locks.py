@@ -52,8 +52,7 @@ class Holder:
 
 @contextlib.contextmanager
 def held(path: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold the lock file `path` and write into it who does; FolderInUse if another process holds it, unless to `wait`
-    for it is wanted."""
+    """Hold the lock file `path` and write into it who does; FolderInUse if another does, unless to `wait` is wanted."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+", encoding="utf-8") as file:
         try:

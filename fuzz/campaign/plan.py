@@ -97,8 +97,7 @@ class Plan:
         return {"schema": PLAN_SCHEMA, **dataclasses.asdict(self)}
 
     def replay_options(self, root: Path) -> list[str]:
-        """Return the words with which `dsa-verify replay` runs the subject that this plan names, and waives what it
-        does, in the campaign of `root`."""
+        """Return the words with which `dsa-verify replay` runs this plan's subject with the waivers of `root`."""
         words = [word for system in self.systems for word in code_options(system, None)]
         words += code_options("", self.subject)
         if self.waivers is not None:

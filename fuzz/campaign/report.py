@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
 from collections import Counter
@@ -20,7 +19,7 @@ from dsa_verify.base.errors import (
 )
 from fuzz.campaign.plan import read_plan
 from fuzz.campaign.shard_folder import STATES, FindingKey
-from fuzz.campaign.state import CampaignState, Canary, ShardState, Sighting
+from fuzz.campaign.state import CampaignState, ShardState, Sighting
 
 REPORT_SCHEMA: Final = 1
 _FAILED: Final = ("harness failed", "no room", "given up")
@@ -59,17 +58,17 @@ def summary(state: CampaignState) -> dict[str, Any]:
 
 def _attempts(shard: ShardState) -> list[dict[str, Any]]:
     """Return the attempts of a shard in order."""
-    in_order = sorted(shard.attempts, key=lambda attempt: attempt.attempt)
-    return [{"shard": shard.number, **dataclasses.asdict(attempt)} for attempt in in_order]
+    in_order = sorted(shard.attempts, key=lambda attempt: attempt["attempt"])
+    return [{"shard": shard.number, **attempt} for attempt in in_order]
 
 
-def _canary(shard: ShardState, canary: Canary) -> dict[str, Any]:
+def _canary(shard: ShardState, canary: Mapping[str, Any]) -> dict[str, Any]:
     """Describe a canary. The finding that it stands for must be stored: what a shard claims of itself is no proof."""
     stored = {
-        "reported": any(each.key.planted and each.state == "shrunk" for each in shard.sightings),
+        "reported": any(each.key.planted and each.record.state == "shrunk" for each in shard.sightings),
         "masked": any(not each.key.planted for each in shard.sightings),
     }
-    return {"number": shard.number, **dataclasses.asdict(canary), "stored": int(stored.get(canary.verdict, False))}
+    return {"number": shard.number, **canary, "stored": int(stored.get(canary["verdict"], False))}
 
 
 def _findings(state: CampaignState) -> list[dict[str, Any]]:
@@ -84,8 +83,10 @@ def _findings(state: CampaignState) -> list[dict[str, Any]]:
 
 
 def _finding(name: str, sightings: Sequence[Sighting], state: CampaignState) -> dict[str, Any]:
-    best = max(sightings, key=lambda sighting: STATES.index(sighting.state))  # the first of those that are as sure
-    recheck, issue, said = state.rechecks.get(name), state.waivers.get(name), best.state
+    # The first of those that are as sure.
+    best = max(sightings, key=lambda sighting: STATES.index(sighting.record.state))
+    key, record = best.key, best.record
+    recheck, issue, said = state.rechecks.get(name), state.waivers.get(name), record.state
     if recheck is not None and recheck.shown == 0 and len(sightings) <= recheck.sightings:
         said = "gone"
     elif issue is not None:
@@ -93,19 +94,19 @@ def _finding(name: str, sightings: Sequence[Sighting], state: CampaignState) -> 
     return {
         "key": name,
         "planted": 0,
-        "system": best.key.system,
-        "subject": best.key.subject,
-        "field": best.key.field,
-        "diagnosis": best.key.diagnosis,
-        "law": best.key.law,
+        "system": key.system,
+        "subject": key.subject,
+        "field": key.field,
+        "diagnosis": key.diagnosis,
+        "law": key.law,
         "state": said,
-        "issue": issue if issue is not None else best.waiver,
-        "shown": best.shown,
-        "repeats": best.repeats,
-        "sentence": best.sentence,
-        "rules": best.rules,
+        "issue": issue if issue is not None else record.waiver,
+        "shown": record.shown,
+        "repeats": record.repeats,
+        "sentence": record.finding["sentence"],
+        "rules": ", ".join(record.finding.get("contract", ())),
         "path": best.path,
-        "note": best.note,
+        "note": record.note,
         "shard": best.shard,
         "sightings": len(sightings),
     }
@@ -181,10 +182,7 @@ def report_lines(facts: Mapping[str, Any], root: Path) -> list[str]:
         lines += ["", *finding_lines(finding, root, facts["replay_options"])]
     if facts["attempts"]:
         lines += ["", "attempts that ended without a result of their own:"]
-        lines += [
-            f"  shard {each['shard']}: {each['ended']}: {each['text']} ({each['rounds_lost']} rounds in flight lost)"
-            for each in facts["attempts"]
-        ]
+        lines += [f"  {attempt_line(each['shard'], each)}" for each in facts["attempts"]]
     if facts["coverage"]:
         lines += ["", "coverage:"]
         lines += [f"  {each['visited']} of {each['possible']}  {each['configuration']}" for each in facts["coverage"]]
@@ -193,6 +191,11 @@ def report_lines(facts: Mapping[str, Any], root: Path) -> list[str]:
         lines += ["  " + ", ".join(f"{name} {value}" for name, value in each.items()) for each in facts["provenance"]]
     lines += ["", *verdict_lines(facts)]
     return lines
+
+
+def attempt_line(shard: int, attempt: Mapping[str, Any]) -> str:
+    """Return how an attempt of `shard` ended."""
+    return f"shard {shard}: {attempt['ended']}: {attempt['text']} ({attempt['rounds_lost']} rounds in flight lost)"
 
 
 def finding_lines(finding: Mapping[str, Any], root: Path, replay_options: Sequence[str]) -> list[str]:

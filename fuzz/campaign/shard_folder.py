@@ -11,8 +11,7 @@
     findings/       one file for each finding, named for its key, so that finding it twice writes it once
     result.json     at the end
 
-Every file but the log and the locks is written whole or not at all: a kill at any moment leaves the old one or the new
-one.
+Every file but the log and the locks is written whole or not at all: a kill leaves the old one or the new one.
 """
 
 from __future__ import annotations
@@ -166,8 +165,7 @@ class FindingRecord:
 
     @property
     def is_final(self) -> bool:
-        """Return whether no more can be made of it. Of one that is confirmed and has no note, a process was about to
-        make more when it was killed."""
+        """Return whether no more can be made of it; of one confirmed without a note, a killed process was about to."""
         return self.state in ("flaky", "shrunk") or (self.state == "confirmed" and self.note is not None)
 
     def write(self, folder: Path) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dsa_verify.base.errors import HarnessError
 from fuzz.campaign.shard_folder import (
@@ -29,27 +29,9 @@ from fuzz.campaign.shard_folder import (
     shard_numbers,
 )
 
+T = TypeVar("T")
 # A file that is JSON and has the right keys, with values that nobody wrote, raises one of these.
 _NOT_AS_WRITTEN = (KeyError, TypeError, ValueError, AttributeError)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Canary:
-    """The fate of the fault that a shard planted. `verdict`: reported, masked or missing."""
-
-    fault: str | None
-    verdict: str
-    why: str | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """A process of a shard that left no result. `rounds_lost`: the rounds in flight that are lost with it."""
-
-    attempt: int
-    ended: str
-    text: str
-    rounds_lost: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,29 +39,27 @@ class Sighting:
     """A finding as one shard saw it. `path`: of its smallest case, from the campaign's folder."""
 
     shard: int
-    key: FindingKey
-    state: str
-    shown: int
-    repeats: int
-    sentence: str
-    rules: str
+    record: FindingRecord
     path: str | None
-    note: str | None
-    waiver: str | None
+
+    @property
+    def key(self) -> FindingKey:
+        return self.record.key
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ShardState:
     """The folder of one shard says this. `ended` is "unfinished" while there is no result, and None if not even its
-    specification can be read. `damage` has a text for each file that cannot be read."""
+    specification can be read. `canary`: {fault, verdict, why} of the fault that it planted. `attempts`: of each process
+    that left no result {attempt, ended, text, rounds_lost}. `damage` has a text for each file that cannot be read."""
 
     number: int
     ended: str | None = None
     requested: int = 0
     executed: int = 0
-    canary: Canary | None = None
+    canary: Mapping[str, Any] | None = None
     provenance: str | None = None
-    attempts: tuple[Attempt, ...] = ()
+    attempts: tuple[Mapping[str, Any], ...] = ()
     sightings: tuple[Sighting, ...] = ()
     damage: tuple[str, ...] = ()
 
@@ -122,9 +102,9 @@ class CampaignState:
         coverage: dict[str, ConfigurationCoverage] = {}
         for number in shard_numbers(root):
             shards[number] = _read_shard(root, number, coverage)
-        return cls(
-            root=root, shards=shards, coverage=coverage, waivers=_read_waivers(root), rechecks=_read_rechecks(root)
-        )
+        waivers = _read_verdicts(root / WAIVERS_FILE, _text)
+        rechecks = _read_verdicts(root / RECHECKS_FILE, lambda counts: _recheck(*counts))
+        return cls(root=root, shards=shards, coverage=coverage, waivers=waivers, rechecks=rechecks)
 
     def with_shards(self, numbers: Iterable[int]) -> CampaignState:
         """Return the state with the shards `numbers` as their folders are now."""
@@ -171,8 +151,7 @@ class _ShardReader:
 
 
 def _read_shard(root: Path, number: int, coverage: dict[str, ConfigurationCoverage]) -> ShardState:
-    """Read one file at a time, so that a damaged one takes no other with it. What the shard has covered goes into
-    `coverage`."""
+    """Read one file at a time, so that a damaged one takes no other with it. Adds to `coverage` what is covered."""
     reader = _ShardReader(root, number)
     path = reader.folder / RESULT_FILE
     result = reader.attempt(path, lambda: ShardResult.read(reader.folder))
@@ -181,7 +160,7 @@ def _read_shard(root: Path, number: int, coverage: dict[str, ConfigurationCovera
         state = reader.attempt(reader.folder / SPEC_FILE, lambda: _unfinished_shard(number, reader.folder))
     elif result.coverage is not None:
         reader.attempt(path, lambda: _cover(coverage, result))
-    attempts = reader.each("attempts", _read_attempt, lambda attempt: attempt.attempt)
+    attempts = reader.each("attempts", _read_attempt, lambda attempt: attempt["attempt"])
     sightings = reader.each("findings", lambda path: _read_sighting(reader, path), lambda sighting: sighting.key)
     return dataclasses.replace(
         state or ShardState(number=number), attempts=attempts, sightings=sightings, damage=tuple(reader.damage)
@@ -195,11 +174,11 @@ def _ended_shard(number: int, result: ShardResult) -> ShardState:
         ended=_text(result.ended),
         requested=int(result.requested),
         executed=int(result.executed),
-        canary=Canary(
-            fault=_optional_text(canary.get("fault")),
-            verdict=_text(canary["verdict"]),
-            why=_optional_text(canary.get("why")),
-        )
+        canary={
+            "fault": _optional_text(canary.get("fault")),
+            "verdict": _text(canary["verdict"]),
+            "why": _optional_text(canary.get("why")),
+        }
         if canary.get("verdict") is not None
         else None,
         provenance=json.dumps(dict(result.provenance), sort_keys=True) if result.provenance else None,
@@ -220,36 +199,31 @@ def _cover(coverage: dict[str, ConfigurationCoverage], result: ShardResult) -> N
     )
 
 
-def _read_attempt(path: Path) -> Attempt | None:
+def _read_attempt(path: Path) -> dict[str, Any] | None:
     data = read_json(path)
-    if data is None:
-        return None
-    return Attempt(
-        attempt=int(data["attempt"]),
-        ended=_text(data["ended"]),
-        text=_text(data["text"]),
-        rounds_lost=int(data["rounds_lost"]),
-    )
+    kinds: dict[str, Callable[[Any], Any]] = {"attempt": int, "ended": _text, "text": _text, "rounds_lost": int}
+    return None if data is None else {name: kind(data[name]) for name, kind in kinds.items()}
 
 
-def _read_sighting(reader: _ShardReader, path: Path) -> Sighting | None:
-    record = FindingRecord.read(path)
+def _read_sighting(reader: _ShardReader, file: Path) -> Sighting | None:
+    record = FindingRecord.read(file)
     if record is None:
         return None
-    STATES.index(record.state)
+    _check_record(record)
     case = record.shrunk or record.case
-    return Sighting(
-        shard=reader.number,
-        key=record.key,
-        state=record.state,
-        shown=int(record.shown),
-        repeats=int(record.repeats),
-        sentence=_text(record.finding["sentence"]),
-        rules=", ".join(record.finding.get("contract", ())),
-        path=None if case is None else str((reader.folder / case).relative_to(reader.root)),
-        note=_optional_text(record.note),
-        waiver=_optional_text(record.waiver),
-    )
+    path = None if case is None else str((reader.folder / case).relative_to(reader.root))
+    return Sighting(shard=reader.number, record=record, path=path)
+
+
+def _check_record(record: FindingRecord) -> None:
+    """Raise one of _NOT_AS_WRITTEN for a record that a report could not say."""
+    STATES.index(record.state)
+    _text(record.finding["sentence"])
+    ", ".join(record.finding.get("contract", ()))
+    if type(record.shown) is not int or type(record.repeats) is not int:
+        raise TypeError(f"{record.shown!r} of {record.repeats!r} is no rate")
+    for text in (record.note, record.waiver):
+        _optional_text(text)
 
 
 def _text(value: Any) -> str:
@@ -265,18 +239,10 @@ def _optional_text(value: Any) -> str | None:
 # What was said of findings later -------------------------------------------------------------------------------------
 
 
-def _read_waivers(root: Path) -> dict[str, str]:
-    path = root / WAIVERS_FILE
+def _read_verdicts(path: Path, read: Callable[[Any], T]) -> dict[str, T]:
+    """Return what `read` makes of each value in the file. HarnessError if it cannot be read."""
     try:
-        return {key: _text(issue) for key, issue in (read_json(path) or {}).items()}
-    except _NOT_AS_WRITTEN as error:
-        raise damaged(path, error) from None
-
-
-def _read_rechecks(root: Path) -> dict[str, Recheck]:
-    path = root / RECHECKS_FILE
-    try:
-        return {key: _recheck(*counts) for key, counts in (read_json(path) or {}).items()}
+        return {key: read(value) for key, value in (read_json(path) or {}).items()}
     except _NOT_AS_WRITTEN as error:
         raise damaged(path, error) from None
 

@@ -162,8 +162,7 @@ def _attempts(spec: ShardSpec, watch: _Watch) -> ShardResult:
 
 
 def give_up(folder: Path, why: str) -> None:
-    """Note that the executor lost the shard of `folder` with whoever supervised it; FolderInUse if someone still does.
-    Resuming redoes it."""
+    """Note that the shard of `folder` and its supervisor were lost, to be redone; FolderInUse if one is there."""
     before = holder(folder / OWNER_FILE)
     with held(folder / OWNER_FILE):
         _note_interrupted(folder, before)
@@ -341,8 +340,7 @@ def _write_attempt(folder: Path, ended: str, text: str, rounds_lost: int, wall_s
 def _ended(
     spec: ShardSpec, watch: _Watch, ended: str, *, executed: int, failed: bool = False, write: bool = True
 ) -> ShardResult:
-    """Return the result of a shard whose process left none. One that failed leaves none either, so that resuming redoes
-    it."""
+    """Return the result of a shard whose process left none, as one that failed does, so that resuming redoes it."""
     result = ShardResult(
         number=spec.number,
         system=spec.system,
@@ -426,8 +424,7 @@ class _Watch:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and all that it has started: a helper that outlives it keeps its locks, its memory and its
-    device."""
+    """Kill the process and all that it started: a helper that outlives it keeps its locks, memory and device."""
     kill_group(process.pid)
     try:
         process.wait(KILL_WAIT_S)
@@ -475,8 +472,7 @@ def kill_group(pid: int) -> None:
 
 
 def runs_in(folder: Path, pid: int) -> bool:
-    """Return whether the process is a shard's in `folder`: its id may be another's by now, or that of another
-    container."""
+    """Return whether the process is a shard's in `folder`: its id may be another's by now, or another container's."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:

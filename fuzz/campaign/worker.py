@@ -44,6 +44,7 @@ from fuzz.campaign.shard_folder import (
     shard_folder,
     shard_numbers,
 )
+from fuzz.configurations import describe
 from fuzz.engine.coverage import Coverage
 from fuzz.fuzzer import fuzz
 from fuzz.reduce.shrink import shrink
@@ -100,8 +101,7 @@ def work_shard(spec: ShardSpec, folder: Path, device: torch.device) -> ShardResu
 
 def configuration(setup: JournalledSetup) -> str:
     """Return the configuration in words, the same for shards that cover the same."""
-    facts = [setup.system.name, setup.geometry.preset, f"buckets {list(setup.buckets)}"]
-    return ", ".join(facts + [f"{key} {value}" for key, value in setup.geometry.overrides().items()])
+    return f"{setup.system.name}, {describe(setup.geometry, setup.buckets)}"
 
 
 def _setup(spec: ShardSpec, backend: Backend) -> ReplaySetup:
@@ -124,13 +124,11 @@ def _setup(spec: ShardSpec, backend: Backend) -> ReplaySetup:
 
 
 def _ledger(plan: Plan) -> Ledger:
-    if plan.waivers is None:
-        ledger = choose_ledger(None, False)
-    elif not plan.waivers:
-        ledger = choose_ledger(None, True)
-    else:
+    if plan.waivers:
         ledger = parse_ledger(plan.waivers, LEDGER_FILE)
         check_names(ledger)
+    else:
+        ledger = choose_ledger(None, plan.waivers is not None)
     return ledger.allowing_compilations(plan.allow_compilations)
 
 
@@ -358,15 +356,7 @@ def replay_step_by_step(case_path: Path, folder: Path, device: torch.device) -> 
     case, journal = read_case(case_path, trusts=lambda name: name in spec.plan.systems), Journal(folder)
     if case.subject != spec.plan.subject:  # which is trusted: whoever runs the campaign has named it
         check_trust(get_system(case.system), case.subject, "name it in the plan")
-    setup = ReplaySetup.make(
-        get_system(case.system),
-        case.geometry,
-        case.buckets,
-        case.seed,
-        case.subject,
-        case.fault,
-        open_backend(device),
-    )
+    setup = ReplaySetup.of_case(case, open_backend(device))
     journal.beat(force=True)
     slots, generations = remap_slots_of(case.rounds), setup.generations()
     try:

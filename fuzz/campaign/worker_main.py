@@ -33,36 +33,29 @@ from dsa_verify.base.exit_status import exit_status, in_a_line, is_expected
 from dsa_verify.base.out_of_memory import find_out_of_memory
 from fuzz.campaign.locks import held
 from fuzz.campaign.plan import ShardSpec
-from fuzz.campaign.shard_folder import (
-    LOCK_FILE,
-    REPEAT_FOLDER,
-    SPEC_FILE,
-    ShardResult,
-    read_json,
-)
+from fuzz.campaign.shard_folder import LOCK_FILE, REPEAT_FOLDER, SPEC_FILE, read_json
 
 # The process ends with its status above this: with any other a subject has ended it.
 STATUS_OFFSET: Final = 96
 
 
-def run_shard(spec: ShardSpec, folder: Path) -> ShardResult:
-    """Run the shard in this process; what it finds is in `folder`. Raises what the statuses stand for."""
+def _work(arguments: list[str], folder: Path) -> None:
+    """Run the shard of `folder` in this process, or repeat a case. Raises what the statuses stand for."""
     from dsa_verify.base.device import choose_device
 
+    if len(arguments) > 1:
+        device = choose_device(arguments[2])
+        from fuzz.campaign.worker import replay_step_by_step
+
+        return replay_step_by_step(Path(arguments[1]), folder / REPEAT_FOLDER, device)
+    data = read_json(folder / SPEC_FILE)
+    if data is None:
+        raise UsageError(f"{folder}: {SPEC_FILE} is missing; a campaign writes it")
+    spec = ShardSpec.from_dict(data)
     device = choose_device(spec.plan.device)
     from fuzz.campaign.worker import work_shard
 
-    return work_shard(spec, folder, device)
-
-
-def repeat_case(case: Path, folder: Path, device: str) -> None:
-    """Replay a case that ended a process and see whether it ends this one, too."""
-    from dsa_verify.base.device import choose_device
-
-    chosen = choose_device(device)
-    from fuzz.campaign.worker import replay_step_by_step
-
-    replay_step_by_step(case, folder, chosen)
+    work_shard(spec, folder, device)
 
 
 def _status_of(work: Callable[[], None]) -> int:
@@ -101,8 +94,7 @@ def _reason(error: BaseException, status: int) -> str:
 
 
 def _say(text: str) -> None:
-    """Write to standard error, which is the shard's log and may be on the disk that is full: that is no death of its
-    own."""
+    """Write to standard error, the shard's log; that its disk may be full is no death of its own."""
     with contextlib.suppress(OSError):
         print(f"dsa-verify: {text}", file=sys.stderr, flush=True)
 
@@ -120,20 +112,13 @@ def _end_with_parent() -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a shard: the arguments are `FOLDER`, whose spec.json says what to run; or `FOLDER CASE DEVICE`: repeat that
-    case."""
+    """Run the shard of `FOLDER`, whose spec.json says what to run; or, given `FOLDER CASE DEVICE`, repeat that case."""
     _end_with_parent()
     folder = Path(arguments[0])
 
     def work() -> None:
         with held(folder / LOCK_FILE):
-            if len(arguments) > 1:
-                repeat_case(Path(arguments[1]), folder / REPEAT_FOLDER, arguments[2])
-                return
-            data = read_json(folder / SPEC_FILE)
-            if data is None:
-                raise UsageError(f"{folder}: {SPEC_FILE} is missing; a campaign writes it")
-            run_shard(ShardSpec.from_dict(data), folder)
+            _work(arguments, folder)
 
     return _status_of(work)
 

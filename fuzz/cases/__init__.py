@@ -7,11 +7,9 @@ the same kind.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from pathlib import Path
 
-from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.round import Scenario
 from dsa_verify.rounds.case_file import read_case
 
@@ -35,11 +33,3 @@ def _covered(case: Scenario, indexer: bool, fields: Collection[str] | None) -> b
 
     layouts = [get_system(case.system).layout(case.geometry, bucket) for bucket in case.buckets]
     return all(field.name in fields for layout in layouts for field in layout)
-
-
-def caught(case: Scenario) -> tuple[str, str]:
-    """Return (fault, sentence) of what `case` once caught; UsageError if its `found` does not say so."""
-    said = re.fullmatch(r"fault (\w+(?::\w+)?): (.+)", case.found or "")
-    if said is None:
-        raise UsageError(f"found: {case.found!r} names no fault; write 'fault NAME: ' before the sentence")
-    return said[1], said[2]

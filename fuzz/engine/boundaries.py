@@ -21,8 +21,9 @@ from dsa_verify.contract.round import Round
 from dsa_verify.contract.schedule_variants import VARIANTS, Unit, units_per_request
 from dsa_verify.contract.system import System
 from dsa_verify.contract.topk_plan import PLAN_RULES, is_written
+from dsa_verify.rounds.matrix import undefined_when_empty
 from dsa_verify.systems.indexer import schedule_slots
-from fuzz.engine.limits import most_requests, undefined_when_empty
+from fuzz.engine.limits import most_requests
 
 Array = npt.NDArray[np.int64]
 

@@ -7,8 +7,8 @@ from typing import Any, Final
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round
 from dsa_verify.contract.system import System
+from dsa_verify.rounds.matrix import undefined_when_empty
 from fuzz.engine.boundaries import ONE_TWICE, OTHER_PAGES, Boundary, Kind, full_rows, lengths_of_total
-from fuzz.engine.limits import undefined_when_empty
 
 # The length of the first request, relative to the draft.
 _EXTEND_LENGTHS: Final = {"longer than the length": -1, "equal to the length": 0}

@@ -35,13 +35,6 @@ SAME_PAGES, ON_OTHER_PAGES = TENANTS.index("same request"), TENANTS.index("same 
 MOVES: Final = ("far down", "one step down", "level", "one step up", "far up")
 EDGES: Final = ("on a step", "one beyond", "one short", "inside")
 PAD: Final = "pad row"
-_KINDS: Final = {
-    "pair": "pairs of bands",
-    "edge": "edges",
-    "move": "moves",
-    "regime": "pairs of regimes",
-    "boundary": "boundaries",
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -233,8 +226,7 @@ class Coverage:
         return found | {("boundary", boundary.name): count for boundary, count in self.boundaries.items()}
 
     def _total_bands(self, quantity: Quantity, bucket: int) -> set[int]:
-        """Return the bands that a round of `bucket` can reach, taking it that every total between least and most can
-        be."""
+        """Return the bands that a round of `bucket` can reach, if every total between least and most can be."""
         rows = full_rows(self.system, self.geometry, bucket)
         full = Round(bucket=bucket, seq_lens=(), requests=(1,) * bucket, lens={"verify_lens": rows})
         ends = [(int(self.candidates[end]),) * bucket for end in (0, -1)]
@@ -249,17 +241,6 @@ class Coverage:
         """Return 16 hexadecimal digits of all visits."""
         text = json.dumps([[*key, count] for key, count in self.visits().items()])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    def lines(self) -> list[str]:
-        """Return the report: what each quantity stands for, how much of each kind was visited, and what never was."""
-        visits = self.visits()
-        lines = [f"{quantity.name}: {', '.join(quantity.fields)}" for quantity in self.quantities]
-        for kind in dict.fromkeys(key[0] for key in visits):
-            counts = [count for key, count in visits.items() if key[0] == kind]
-            lines.append(f"{_KINDS[kind]} visited: {sum(map(bool, counts))} of {len(counts)}")
-        never = self.never_visited()
-        lines.append(f"never visited: {len(never) or 'nothing'}")
-        return lines + [f"  {say(key)}" for key in never]
 
 
 def say(key: Key) -> str:

@@ -1,6 +1,6 @@
 """Expansion: from the few scalars of a round spec to the lengths, requests and page moves of the whole round.
 
-Every value is a hash of (seed, round, lane, element) rather than the next output of a generator, so it depends on
+Every value is a hash of (seed, round, stream, element) rather than the next output of a generator, so it depends on
 nothing that was drawn before it: Python, NumPy and torch on any device give the same bits, and a failing round can be
 rebuilt from its spec without having been stored. All mixing is integer arithmetic modulo 2**64.
 """
@@ -22,9 +22,8 @@ from dsa_verify.contract.geometry import MAX_BATCH, Geometry
 from dsa_verify.contract.round import POISONS, Round
 from dsa_verify.contract.static_inputs import PAD_REQUEST, StaticInput
 from dsa_verify.contract.system import System
-from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
+from dsa_verify.rounds.matrix import REMAPS_PER_ROUND, undefined_when_empty
 from fuzz.engine.boundaries import boundary_lengths
-from fuzz.engine.limits import undefined_when_empty
 
 # The finaliser of splitmix64: odd multipliers and shifts after which every input bit reaches every output bit.
 _MULTIPLIERS: Final = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -41,7 +40,7 @@ Array = npt.NDArray[np.int64]
 
 
 @unique
-class Lane(IntEnum):
+class Stream(IntEnum):
     """A value is drawn from one of these independent streams of a round."""
 
     ROTATION = 0
@@ -91,9 +90,9 @@ class Lane(IntEnum):
     CONFIGURATION = 53  # configurations.py
 
 
-def word(seed: int, round_: int, lane: int, element: int) -> int:
+def word(seed: int, round_: int, stream: int, element: int) -> int:
     """Return a word, 0 <= word < 2**63, in plain Python; `bits` gives the same."""
-    value = _mix_int(_round_key(seed, round_) + lane * _STRIDES[2] & _MASK)
+    value = _mix_int(_round_key(seed, round_) + stream * _STRIDES[2] & _MASK)
     return _mix_int(value + element * _STRIDES[3] & _MASK) >> 1
 
 
@@ -102,10 +101,10 @@ def _round_key(seed: int, round_: int) -> int:
     return _mix_int(_mix_int(seed * _STRIDES[0] & _MASK) + round_ * _STRIDES[1] & _MASK)
 
 
-def bits(seed: Any, round_: Any, lane: Any, element: Any) -> Any:
+def bits(seed: Any, round_: Any, stream: Any, element: Any) -> Any:
     """Return int64 in [0, 2**63); all arguments are int64 arrays or tensors that broadcast together."""
     value = _mix(seed * _signed(_STRIDES[0]))
-    for counter, stride in zip((round_, lane, element), _STRIDES[1:], strict=True):
+    for counter, stride in zip((round_, stream, element), _STRIDES[1:], strict=True):
         value = _mix(value + counter * _signed(stride))
     return _shifted(value, 1)
 
@@ -197,30 +196,28 @@ def regimes(system: System, geometry: Geometry) -> tuple[str, ...]:
 
 def expand(spec: RoundSpec, system: System, geometry: Geometry) -> Round:
     """Return the round that `spec` stands for."""
-    return as_round(expand_columns([spec], system, geometry), 0, system, geometry)
+    columns = expand_columns([spec], system, geometry)
 
+    def of_requests(name: str) -> tuple[int, ...]:
+        return tuple(columns[name][0, : spec.raw].tolist())
 
-def as_round(columns: dict[str, Any], i: int, system: System, geometry: Geometry) -> Round:
-    """Return row `i` of what `expand_columns` gave."""
-    raw = int(columns["raw"][i])
-    lens = {name: tuple(columns[name][i, :raw].tolist()) for name in system.lens(geometry)}
-    moves = moves_of(columns, i)
+    lens = {name: of_requests(name) for name in system.lens(geometry)}
+    moves = moves_of(columns, 0)
     return Round(
-        bucket=int(columns["bucket"][i]),
-        seq_lens=tuple(columns["seq_lens"][i, :raw].tolist()),
-        requests=tuple(columns["requests"][i, :raw].tolist()),
+        bucket=spec.bucket,
+        seq_lens=of_requests("seq_lens"),
+        requests=of_requests("requests"),
         remap=tuple(row for row, _, _ in moves),
         prefixes=tuple(move for move in moves if move[2]),
-        poison=POISONS[int(columns["poison"][i])],
-        twice=bool(columns["twice"][i]),
+        poison=POISONS[int(columns["poison"][0])],
+        twice=bool(columns["twice"][0]),
         lens=lens,
-        seed=int(columns["seed"][i]) if system.seeded else 0,
+        seed=int(columns["seed"][0]) if system.seeded else 0,
     )
 
 
 def moves_of(columns: dict[str, Any], i: int) -> list[tuple[int, int, int]]:
-    """Return (row, origin, pages) of the request rows that move in row `i`, each once; 0 pages if it takes no
-    prefix."""
+    """Return (row, origin, pages) of the request rows that move in row `i`, each once; 0 pages: no prefix."""
     names = ("remap", "remap_origins", "remap_pages")
     found: dict[int, tuple[int, int, int]] = {}
     for row, origin, pages in zip(*(columns[name][i].tolist() for name in names), strict=True):
@@ -256,14 +253,14 @@ class _Columns:
         table = self._array(np.array(rows, np.int64).reshape(len(rows), 6))
         self.regime, self.bucket, self.raw, self.hot, self.seed, self.round = (table[:, i : i + 1] for i in range(6))
         self.batch_row = self._array(np.arange(max((s.bucket for s in specs), default=0), dtype=np.int64))[None, :]
-        # All streams at once: [M, lanes, B], B being at least the slots of a remap.
-        lanes = self._array(np.arange(Lane.SPEC, dtype=np.int64))[None, :, None]
+        # All streams at once: [M, streams, B], B being at least the slots of a remap.
+        streams = self._array(np.arange(Stream.SPEC, dtype=np.int64))[None, :, None]
         element = self._array(np.arange(max(self.batch_row.shape[1], REMAPS_PER_ROUND), dtype=np.int64))
-        self.words = bits(self.seed[:, None], self.round[:, None], lanes, element[None, None, :])
+        self.words = bits(self.seed[:, None], self.round[:, None], streams, element[None, None, :])
         self.live = self.batch_row < self.raw
         self.some = self._where(self.raw > 0, self.raw, 1)
         # Hot rows are neighbours, starting anywhere: first, last and in the middle.
-        self.rotation = self._once(Lane.ROTATION, self.some)
+        self.rotation = self._once(Stream.ROTATION, self.some)
         self.is_hot = self.live & ((self.batch_row + self.rotation) % self.some < self.hot)
 
     def columns(self) -> dict[str, Any]:
@@ -275,18 +272,18 @@ class _Columns:
             "requests": requests,
             **{spec.name: self._lens(spec, i, lengths) for i, spec in enumerate(self.system.drawn(self.geometry))},
             **self._moves(requests, lengths),
-            "poison": self._once(Lane.POISON, len(POISONS))[:, 0],
-            "twice": self._where(self._once(Lane.TWICE, _TWICE_ONE_IN) == 0, 1, 0)[:, 0],
-            "seed": self._once(Lane.SEED, _SEED_LIMIT - 1)[:, 0],
+            "poison": self._once(Stream.POISON, len(POISONS))[:, 0],
+            "twice": self._where(self._once(Stream.TWICE, _TWICE_ONE_IN) == 0, 1, 0)[:, 0],
+            "seed": self._once(Stream.SEED, _SEED_LIMIT - 1)[:, 0],
         }
 
-    def _below(self, lane: Lane, span: Any) -> Any:
+    def _below(self, stream: Stream, span: Any) -> Any:
         """Return [M, B]"""
-        return below(self.words[:, lane, : self.batch_row.shape[1]], span)
+        return below(self.words[:, stream, : self.batch_row.shape[1]], span)
 
-    def _once(self, lane: Lane, span: Any) -> Any:
+    def _once(self, stream: Stream, span: Any) -> Any:
         """Return [M, 1]"""
-        return below(self.words[:, lane, :1], span)
+        return below(self.words[:, stream, :1], span)
 
     def _seq_lens(self) -> Any:
         shortest = self.system.shortest_length(self.geometry)
@@ -296,8 +293,8 @@ class _Columns:
         for which, values in (
             (Length.BOUNDARY, self._boundary_lengths()),
             (Length.EDGE, self._edge_lengths()),
-            (Length.SHORT, shortest + self._below(Lane.NARROW, 2)),
-            (Length.LONG, self.geometry.context - self._below(Lane.NARROW, _CLOSE)),
+            (Length.SHORT, shortest + self._below(Stream.NARROW, 2)),
+            (Length.LONG, self.geometry.context - self._below(Stream.NARROW, _CLOSE)),
             (Length.SHORTEST, shortest),
         ):
             lengths = self._where(kind == which, values, lengths)
@@ -305,17 +302,17 @@ class _Columns:
         return self._where(self._undefined(lengths) & (self.batch_row == 0), 1, lengths)
 
     def _any_length(self) -> Any:
-        exponent = self._below(Lane.EXPONENT, self.geometry.context.bit_length())
+        exponent = self._below(Stream.EXPONENT, self.geometry.context.bit_length())
         power = (exponent * 0 + 1) << exponent
-        return power + self._below(Lane.MANTISSA, power)
+        return power + self._below(Stream.MANTISSA, power)
 
     def _boundary_lengths(self) -> Any:
         values = self._array(_lengths(self.system, self.geometry))
-        return values[self._below(Lane.BOUNDARY, len(values))]
+        return values[self._below(Stream.BOUNDARY, len(values))]
 
     def _edge_lengths(self) -> Any:
         values = self._array(_lengths(self.system, self.geometry))
-        return values[self._once(Lane.CENTRE, len(values))] + self._below(Lane.NARROW, 3) - 1
+        return values[self._once(Stream.CENTRE, len(values))] + self._below(Stream.NARROW, 3) - 1
 
     def _clipped(self, lengths: Any, shortest: int) -> Any:
         lengths = self._where(lengths < shortest, shortest, lengths)
@@ -331,10 +328,10 @@ class _Columns:
         """Return distinct request rows, by an affine permutation; those of hot batch rows may be one."""
         rows = self.geometry.request_rows - 1
         units = self._array(_units(rows))
-        unit = units[self._once(Lane.UNIT, len(units))]
+        unit = units[self._once(Stream.UNIT, len(units))]
         one = (self.regime == list(REGIMES).index("one_request")) & self.is_hot
         batch_row = self._where(one, (self.some - self.rotation) % self.some, self.batch_row)
-        requests = 1 + (batch_row * unit + self._once(Lane.OFFSET, rows)) % rows
+        requests = 1 + (batch_row * unit + self._once(Stream.OFFSET, rows)) % rows
         return self._where(self.live, requests, PAD_REQUEST)
 
     def _lens(self, spec: StaticInput, i: int, lengths: Any) -> Any:
@@ -343,14 +340,14 @@ class _Columns:
             case "extend_lens":
                 return self._extend_lens()
             case "accept_lens":
-                return 1 + self._below(Lane.ACCEPT, self.geometry.draft_tokens)
+                return 1 + self._below(Stream.ACCEPT, self.geometry.draft_tokens)
             case "verify_lens":
                 return self._verify_lens()
             case "replay_floors":
                 return self._floors(lengths)
-        lane = self._array(np.array([[Lane.OWN]], np.int64))
+        stream = self._array(np.array([[Stream.OWN]], np.int64))
         drawn = spec.low + below(
-            bits(self.seed, self.round, lane, self.batch_row + i * MAX_BATCH), spec.high - spec.low
+            bits(self.seed, self.round, stream, self.batch_row + i * MAX_BATCH), spec.high - spec.low
         )
         one = self.regime == list(REGIMES).index("one_request")
         return self._where(one, spec.low, drawn) if spec.of_row else drawn
@@ -358,12 +355,12 @@ class _Columns:
     def _extend_lens(self) -> Any:
         n = self.geometry.draft_tokens
         ragged = self.regime == list(REGIMES).index("ragged")
-        lens = self._where(self.is_hot, 0, self._below(Lane.EXTEND, n + 1))
+        lens = self._where(self.is_hot, 0, self._below(Stream.EXTEND, n + 1))
         return self._where(ragged & self.live, lens, n)
 
     def _verify_lens(self) -> Any:
         """Return 1 to N each, scaled down where their sum would exceed the token rows of the graph (contract 9)."""
-        extra = self._where(self.live, self._below(Lane.VERIFY, self.geometry.draft_tokens), 0)
+        extra = self._where(self.live, self._below(Stream.VERIFY, self.geometry.draft_tokens), 0)
         room = self._array(
             np.array([self.system.capacity(self.geometry, spec.bucket) for spec in self.specs], np.int64)
         )
@@ -371,11 +368,10 @@ class _Columns:
         return 1 + self._where(total > spare, extra * spare // self._where(total > 0, total, 1), extra)
 
     def _floors(self, lengths: Any) -> Any:
-        """Return 0 of half of the requests, else around the window; of requests that several batch rows name always
-        0."""
-        lane = self._array(np.array([[Lane.FLOOR]], np.int64))
+        """Return 0 of half of the requests, else around the window; 0 where several batch rows name a request."""
+        stream = self._array(np.array([[Stream.FLOOR]], np.int64))
         steps = self.geometry.window + 5
-        drawn = below(bits(self.seed, self.round, lane, self.batch_row), 2 * steps)
+        drawn = below(bits(self.seed, self.round, stream, self.batch_row), 2 * steps)
         floors = lengths - drawn + 2
         one = self.regime == list(REGIMES).index("one_request")
         floors = self._where((drawn >= steps) | (floors < 0) | one, 0, floors)
@@ -384,12 +380,12 @@ class _Columns:
     def _moves(self, requests: Any, lengths: Any) -> dict[str, Any]:
         """Requests of the batch that move, and what they take of others, or keep, which neither writes."""
         words = self.words[:, :, :REMAPS_PER_ROUND]
-        moves = (below(words[:, Lane.REMAP], _REMAP_ONE_IN) == 0) & (self.raw > 0)
-        batch_row = below(words[:, Lane.REMAP_ROW], self.some)
+        moves = (below(words[:, Stream.REMAP], _REMAP_ONE_IN) == 0) & (self.raw > 0)
+        batch_row = below(words[:, Stream.REMAP_ROW], self.some)
         round_ = self._array(np.arange(len(self.raw), dtype=np.int64))[:, None]
         element = self._array(np.arange(REMAPS_PER_ROUND, dtype=np.int64))[None, :]
-        lanes = self._array(np.array([[Lane.PREFIX_ROW], [Lane.PREFIX_PAGES]], np.int64))
-        drawn, size = (bits(self.seed, self.round, lane[None], element) for lane in lanes)
+        streams = self._array(np.array([[Stream.PREFIX_ROW], [Stream.PREFIX_PAGES]], np.int64))
+        drawn, size = (bits(self.seed, self.round, stream[None], element) for stream in streams)
         other_row = below(drawn, self.some)
         spare = self.system.pages_before_writes(self.geometry, lengths)
         mine, others = spare[round_, batch_row], spare[round_, other_row]

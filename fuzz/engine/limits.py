@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.system import System
-from dsa_verify.rounds.matrix import undefined_when_empty as undefined_when_empty
 
 
 def most_requests(system: System, geometry: Geometry, bucket: int) -> int:
-    """Return live requests that a round of `bucket` can hold: each needs a request row, and a token row (contract
-    9)."""
+    """Return the live requests that `bucket` can hold: each needs a request row, and a token row (contract 9)."""
     most = min(bucket, geometry.request_rows - 1)
     return min(most, system.capacity(geometry, bucket))

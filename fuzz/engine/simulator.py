@@ -35,9 +35,9 @@ from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
 from fuzz.engine.boundaries import Boundary, Kind, boundaries
 from fuzz.engine.boundary_rounds import defined, fewest_requests, force_boundary
 from fuzz.engine.coverage import ON_OTHER_PAGES, SAME_PAGES, TENANTS, Array, Coverage
-from fuzz.engine.expansion import Lane, RoundSpec, as_round, below, expand_columns, word
+from fuzz.engine.expansion import RoundSpec, Stream, below, expand, word
 from fuzz.engine.limits import most_requests
-from fuzz.engine.steps import AIMED, ENGINE, ON_DEMAND, names_of
+from fuzz.engine.steps import AIMED, ENGINE, ON_DEMAND, WITHOUT_GROWTH, names_of
 from fuzz.engine.strategies import spec_at
 
 REUSES: Final = ("lifo", "fifo", "random")
@@ -94,7 +94,7 @@ class EngineSimulator:
         self.generations: Counter[int] = Counter()
         self.index = 0  # of the next round
         self._page = geometry.allocator_page
-        self.reuse = reuse or REUSES[self._below(Lane.REUSE, len(REUSES))]
+        self.reuse = reuse or REUSES[self._below(Stream.REUSE, len(REUSES))]
         self._draws: Counter[int] = Counter()
         self._moved: list[int] = []
         self._taken: dict[int, tuple[int, int]] = {}  # by row that moves in the next round: (origin, pages)
@@ -116,16 +116,18 @@ class EngineSimulator:
         names = self.steps
         if self.coverage is not None:
             aims = [name for name in (AIMED, ON_DEMAND) if name in names]
-            if aims and self.draw(Lane.STEER, 2):
-                return self.play(aims[self.draw(Lane.REGIME, len(aims))])
+            if aims and self.draw(Stream.STEER, 2):
+                return self.play(aims[self.draw(Stream.REGIME, len(aims))])
             names = tuple(self.coverage.least_visited_regimes(names))
-        return self.play(names[self.draw(Lane.REGIME, len(names))])
+        return self.play(names[self.draw(Stream.REGIME, len(names))])
 
     def play(self, step: str) -> Round:
         """Return the next round, which `step`, one of `self.steps`, makes."""
         if step in ENGINE:
             if not self.live:
                 self.resume()
+            if step not in WITHOUT_GROWTH:
+                self.accept()
             round_ = ENGINE[step](self) or self.emit()
         elif step == AIMED:
             round_ = self._aimed()
@@ -138,9 +140,8 @@ class EngineSimulator:
             self.coverage.observe(round_, step)
         return round_
 
-    def emit(self, bucket: int | None = None, *, poison: str | None = None, twice: bool | None = None) -> Round:
-        """Return a round of the batch as it is, in the smallest bucket that holds it unless another is named; what is
-        not said is drawn."""
+    def emit(self, bucket: int | None = None) -> Round:
+        """Return a round of the batch as it is, in the smallest bucket that holds it unless another is named."""
         requests = self.live
         bucket = bucket or self.smallest_bucket(len(requests))
         round_ = Round(
@@ -149,41 +150,21 @@ class EngineSimulator:
             requests=tuple(request.row for request in requests),
             remap=tuple(self._moved),
             prefixes=self._prefixes(self._moved),
-            poison=poison or POISONS[self.draw(Lane.OUTPUT_POISON, len(POISONS))],
-            twice=not self.draw(Lane.REPEAT, _TWICE_ONE_IN) if twice is None else twice,
+            poison=POISONS[self.draw(Stream.OUTPUT_POISON, len(POISONS))],
+            twice=not self.draw(Stream.REPEAT, _TWICE_ONE_IN),
             lens=self._lens(bucket),
-            seed=self.draw(Lane.ROUND_SEED, (1 << 31) - 1) if self.system.seeded else 0,
+            seed=self.draw(Stream.ROUND_SEED, (1 << 31) - 1) if self.system.seeded else 0,
         )
         self._moved = []
         return self._passed(round_)
 
     def outside(self, spec: RoundSpec) -> Round:
         """Return the round of `spec`; the batch stays as it is, but for the pages that `spec` moves."""
-        columns = expand_columns([spec], self.system, self.geometry)
-        return self._with_moves(as_round(columns, 0, self.system, self.geometry))
+        return self._with_moves(expand(spec, self.system, self.geometry))
 
     def at(self, boundary: Boundary) -> Round:
         """Return a round that holds `boundary`; what it leaves open is drawn."""
         return self._with_moves(force_boundary(boundary, self._base(boundary), self.system, self.geometry))
-
-    def check(self) -> None:
-        """Raise AssertionError if the simulator is in a state that no engine can be in."""
-        owned = [request.row for request in self.live if not request.shares]
-        assert len(set(owned)) == len(owned), f"two requests own one row: {owned}"
-        rows = {request.row for request in self.live}
-        assert rows == set(owned), f"nobody owns what is shared: {rows - set(owned)}"
-        assert rows.isdisjoint(self.free), f"a live request is on a free row: {rows & set(self.free)}"
-        assert rows | set(self.free) == set(range(1, self.geometry.request_rows)), "a request row is lost"
-        readers = Counter(request.row for request in self.live)
-        assert readers == +self._readers, f"readers of rows are counted wrongly: {readers} and {self._readers}"
-        assert len(self.live) <= self.most, f"{len(self.live)} requests are live, at most {self.most} fit"
-        for request in self.live:
-            assert self.shortest <= request.length <= self.geometry.context, f"length {request.length}"
-            assert 1 <= request.accepted <= self.geometry.draft_tokens, f"{request.accepted} accepted"
-            written = self._whole_pages(request.length)
-            shared = self._shared_pages(request.row)
-            assert shared <= written, f"row {request.row} shares {shared} pages, and writes behind {written}"
-        assert len(self._moved) <= REMAPS_PER_ROUND, f"{len(self._moved)} rows move in one round"
 
     # What happens to requests ----------------------------------------------------------------------------------------
 
@@ -272,26 +253,21 @@ class EngineSimulator:
             at = min(at, len(self.live) - 1)
         owner = self.live[at]
         most = self._spare_pages(owner.row)
-        if self.free and most and self.draw(Lane.SHARING, 2):
-            pages = 1 + self.draw(Lane.SHARED_PAGES, most)
+        if self.free and most and self.draw(Stream.SHARING, 2):
+            pages = 1 + self.draw(Stream.SHARED_PAGES, most)
             request = self._append(max(self._prompt_length(), self._length_behind(pages)))
             self._take_prefix(request, owner.row, pages)
             return self._preempt_until_pages_suffice()
         shortest = max(self.shortest, self._least_length(owner.row))
-        length = shortest + self.draw(Lane.LENGTH, owner.length - shortest + 1)
+        length = shortest + self.draw(Stream.LENGTH, owner.length - shortest + 1)
         self._join(Request(owner.row, length, self._accept_count(), shares=True))
         self._preempt_until_pages_suffice()
 
     def shuffle(self) -> None:
         """Put the batch into another order."""
         for last in range(len(self.live) - 1, 0, -1):
-            other = self.draw(Lane.ORDER, last + 1)
+            other = self.draw(Stream.ORDER, last + 1)
             self.live[last], self.live[other] = self.live[other], self.live[last]
-
-    def jump(self, at: int, length: int) -> None:
-        """Batch row `at` has another length from now on, longer or shorter."""
-        request = self.live[at]
-        request.length = min(max(length, self.shortest, self._least_length(request.row)), self.longest)
 
     def shrink(self, count: int) -> None:
         """All but the first `count` requests finish."""
@@ -307,9 +283,9 @@ class EngineSimulator:
     def _take_row(self, fitting: Sequence[int] | None = None) -> int:
         rows = list(fitting or self.free)
         at = {"lifo": -1, "fifo": 0}.get(self.reuse)
-        row = rows[self.draw(Lane.ROW, len(rows)) if at is None else at]
+        row = rows[self.draw(Stream.ROW, len(rows)) if at is None else at]
         self.free.remove(row)
-        fresh = self.reuse == "fifo" or (self.reuse == "random" and bool(self.draw(Lane.FRESH, 2)))
+        fresh = self.reuse == "fifo" or (self.reuse == "random" and bool(self.draw(Stream.FRESH, 2)))
         if fresh or self._shared_pages(row):
             self._move(row)
         return row
@@ -354,7 +330,7 @@ class EngineSimulator:
             row = self._take_row(others or [row])
         resumed = dataclasses.replace(request, row=row, shares=False)
         self._join(resumed)
-        if cached and self.draw(Lane.SHARING, 2):
+        if cached and self.draw(Stream.SHARING, 2):
             self._take_prefix(resumed, request.row, self._whole_pages(request.length))
 
     # Shared pages ----------------------------------------------------------------------------------------------------
@@ -435,13 +411,13 @@ class EngineSimulator:
 
     # Drawing ---------------------------------------------------------------------------------------------------------
 
-    def _below(self, lane: int, span: int, element: int = 0) -> int:
-        return below(word(self.seed, self.index, lane, element), span)
+    def _below(self, stream: int, span: int, element: int = 0) -> int:
+        return below(word(self.seed, self.index, stream, element), span)
 
-    def draw(self, lane: int, span: int) -> int:
-        """Return the next value of `lane` in this round."""
-        self._draws[lane] += 1
-        return self._below(lane, span, self._draws[lane])
+    def draw(self, stream: int, span: int) -> int:
+        """Return the next value of `stream` in this round."""
+        self._draws[stream] += 1
+        return self._below(stream, span, self._draws[stream])
 
     def _passed(self, round_: Round) -> Round:
         self.index += 1
@@ -470,11 +446,11 @@ class EngineSimulator:
         return self._passed(dataclasses.replace(round_, remap=remap, prefixes=prefixes))
 
     def _prompt_length(self) -> int:
-        power = self.draw(Lane.LENGTH_POWER, self.longest.bit_length())
-        return min(max(self.shortest, (1 << power) + self.draw(Lane.LENGTH, 1 << power)), self.longest)
+        power = self.draw(Stream.LENGTH_POWER, self.longest.bit_length())
+        return min(max(self.shortest, (1 << power) + self.draw(Stream.LENGTH, 1 << power)), self.longest)
 
     def _accept_count(self) -> int:
-        return 1 + self.draw(Lane.ACCEPTED, self.geometry.draft_tokens)
+        return 1 + self.draw(Stream.ACCEPTED, self.geometry.draft_tokens)
 
     def _lens(self, bucket: int) -> dict[str, tuple[int, ...]]:
         """Return what the round of the batch as it is says of each request; of extend lengths nothing, so all are N."""
@@ -490,21 +466,21 @@ class EngineSimulator:
                 case "replay_floors":
                     values = tuple(self._floor(request.length) for request in self.live)
                 case _:
-                    values = tuple(spec.low + self.draw(Lane.OWN, spec.high - spec.low) for _ in self.live)
+                    values = tuple(spec.low + self.draw(Stream.OWN, spec.high - spec.low) for _ in self.live)
             found[name] = one_each([request.row for request in self.live], values) if spec.of_row else values
         return found
 
     def _floor(self, length: int) -> int:
         """Return 0 of half of the requests, else around the window that ends with `length` (contract 7.1)."""
         steps = self.geometry.window + 5
-        drawn = self.draw(Lane.REPLAY_FLOOR, 2 * steps)
+        drawn = self.draw(Stream.REPLAY_FLOOR, 2 * steps)
         return 0 if drawn >= steps else min(max(length - drawn + 2, 0), self.geometry.context)
 
     def _verify_lens(self, bucket: int, count: int) -> tuple[int, ...]:
         """Return 1 to N each, as long as the token rows of the graph last (contract 9)."""
         spare, lens = self.system.capacity(self.geometry, bucket) - count, []
         for _ in range(count):
-            extra = min(self.draw(Lane.VERIFIED, self.geometry.draft_tokens), spare)
+            extra = min(self.draw(Stream.VERIFIED, self.geometry.draft_tokens), spare)
             spare -= extra
             lens.append(1 + extra)
         return tuple(lens)
@@ -517,34 +493,33 @@ class EngineSimulator:
         known: Sequence[Boundary] = boundaries(self.system, self.geometry, self.buckets)
         if self.coverage is not None:
             known = self.coverage.least_visited_boundaries()
-        return known[self.draw(Lane.WHICH, len(known))]
+        return known[self.draw(Stream.WHICH, len(known))]
 
     def _base(self, boundary: Boundary) -> Round:
         """Return a round with enough live requests for `boundary`, everything drawn."""
         spec = spec_at(self.seed, self.index, self.system, self.geometry, self.buckets)
         fitting = [b for b in self.buckets if most_requests(self.system, self.geometry, b) >= fewest_requests(boundary)]
-        bucket = boundary.bucket or fitting[self.draw(Lane.BUCKET, len(fitting))]
+        bucket = boundary.bucket or fitting[self.draw(Stream.BUCKET, len(fitting))]
         most, fewest = most_requests(self.system, self.geometry, bucket), fewest_requests(boundary)
-        raw = fewest + self.draw(Lane.COUNT, most - fewest + 1)
+        raw = fewest + self.draw(Stream.COUNT, most - fewest + 1)
         if boundary.kind is Kind.BATCH:
             raw = boundary.value
         elif boundary.bucket:
             raw = bucket
-        return self._expanded(dataclasses.replace(spec, regime="boundary", bucket=bucket, raw=raw, hot=0))
-
-    def _expanded(self, spec: RoundSpec) -> Round:
-        return as_round(expand_columns([spec], self.system, self.geometry), 0, self.system, self.geometry)
+        spec = dataclasses.replace(spec, regime="boundary", bucket=bucket, raw=raw, hot=0)
+        return expand(spec, self.system, self.geometry)
 
     def _aimed(self) -> Round:
         """Lengths that lead every batch row where it has never been, on rows of the same requests or of others."""
         assert self.coverage is not None
         spec = spec_at(self.seed, self.index, self.system, self.geometry, self.buckets)
-        round_ = self._expanded(dataclasses.replace(spec, regime="boundary", raw=max(spec.raw, 1)))
+        spec = dataclasses.replace(spec, regime="boundary", raw=max(spec.raw, 1))
+        round_ = expand(spec, self.system, self.geometry)
         count = round_.raw_batch
-        tenants = np.array([self.draw(Lane.TENANT, len(TENANTS)) for _ in range(count)], np.int64)
+        tenants = np.array([self.draw(Stream.TENANT, len(TENANTS)) for _ in range(count)], np.int64)
         before = self.coverage.requests_before(round_.bucket)[:count]
         tenants = self._as_many_as_move(tenants, before)
-        tie = np.array([self.draw(Lane.TIE, 1 << 16) for _ in range(count)], np.int64)
+        tie = np.array([self.draw(Stream.TIE, 1 << 16) for _ in range(count)], np.int64)
         same = (before > 0) & (tenants < TENANTS.index("another request"))
         requests = np.where(same, before, np.array(round_.requests, np.int64))
         moved = requests[same & (tenants == ON_OTHER_PAGES)]

@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round
 from dsa_verify.contract.system import System
-from fuzz.engine.expansion import Lane
+from fuzz.engine.expansion import Stream
 from fuzz.engine.expansion import regimes as outside_regimes
 from fuzz.engine.limits import most_requests
 
@@ -26,8 +26,7 @@ class SimulatedEngine(Protocol):
     most: int
     buckets: tuple[int, ...]
 
-    def draw(self, lane: int, span: int) -> int: ...
-    def accept(self) -> None: ...
+    def draw(self, stream: int, span: int) -> int: ...
     def admit(self) -> None: ...
     def finish(self, at: int, *, swap: bool = False) -> None: ...
     def preempt(self) -> None: ...
@@ -56,38 +55,25 @@ def names_of(
     return tuple(names)
 
 
-def _steady(simulator: SimulatedEngine) -> None:
-    simulator.accept()
-
-
 def _admit(simulator: SimulatedEngine) -> None:
-    simulator.accept()
-    for _ in range(1 + simulator.draw(Lane.COUNT, max(simulator.most // 2, 1))):
+    for _ in range(1 + simulator.draw(Stream.COUNT, max(simulator.most // 2, 1))):
         simulator.admit()
 
 
 def _finish(simulator: SimulatedEngine) -> None:
-    simulator.accept()
     if simulator.live:
-        simulator.finish(simulator.draw(Lane.WHICH, len(simulator.live)), swap=bool(simulator.draw(Lane.ORDER, 2)))
+        simulator.finish(simulator.draw(Stream.WHICH, len(simulator.live)), swap=bool(simulator.draw(Stream.ORDER, 2)))
 
 
 def _preempt(simulator: SimulatedEngine) -> None:
-    simulator.accept()
     if simulator.live:
         simulator.preempt()
 
 
-def _resume(simulator: SimulatedEngine) -> None:
-    simulator.accept()
-    simulator.resume()
-
-
 def _one(change: Callable[[SimulatedEngine, int], None]) -> Callable[[SimulatedEngine], None]:
     def step(simulator: SimulatedEngine) -> None:
-        simulator.accept()
         if simulator.live:
-            change(simulator, simulator.draw(Lane.WHICH, len(simulator.live)))
+            change(simulator, simulator.draw(Stream.WHICH, len(simulator.live)))
 
     return step
 
@@ -95,45 +81,32 @@ def _one(change: Callable[[SimulatedEngine, int], None]) -> Callable[[SimulatedE
 def _idle(simulator: SimulatedEngine) -> Round:
     """An idle rank replays with the others, though it has nothing to do (contract 7)."""
     waiting, simulator.live = simulator.live, []
-    round_ = simulator.emit(simulator.buckets[simulator.draw(Lane.BUCKET, len(simulator.buckets))])
+    round_ = simulator.emit(simulator.buckets[simulator.draw(Stream.BUCKET, len(simulator.buckets))])
     simulator.live = waiting
     return round_
 
 
 def _wider_bucket(simulator: SimulatedEngine) -> Round:
     """Another rank of the data-parallel group has more requests, so this one pads its batch further."""
-    simulator.accept()
     least = simulator.smallest_bucket(len(simulator.live))
     wider = [bucket for bucket in simulator.buckets if bucket > least] or [least]
-    return simulator.emit(wider[simulator.draw(Lane.BUCKET, len(wider))])
-
-
-def _shuffle(simulator: SimulatedEngine) -> None:
-    simulator.accept()
-    simulator.shuffle()
-
-
-def _fill(simulator: SimulatedEngine) -> None:
-    simulator.fill()
-
-
-def _drain(simulator: SimulatedEngine) -> None:
-    simulator.accept()
-    simulator.shrink(1)
+    return simulator.emit(wider[simulator.draw(Stream.BUCKET, len(wider))])
 
 
 ENGINE: Final[dict[str, Callable[[SimulatedEngine], Round | None]]] = {
-    "steady": _steady,
+    "steady": lambda simulator: None,
     "admit": _admit,
     "finish": _finish,
     "preempt": _preempt,
-    "resume": _resume,
+    "resume": lambda simulator: simulator.resume(),
     "other row": _one(lambda simulator, at: simulator.move_row(at)),
     "other pages": _one(lambda simulator, at: simulator.move_pages(at)),
     "shared prefix": _one(lambda simulator, at: simulator.share(at)),
     "idle": _idle,
     "wider bucket": _wider_bucket,
-    "shuffle": _shuffle,
-    "fill": _fill,
-    "drain": _drain,
+    "shuffle": lambda simulator: simulator.shuffle(),
+    "fill": lambda simulator: simulator.fill(),
+    "drain": lambda simulator: simulator.shrink(1),
 }
+# Of all others the requests first grow by the tokens that were accepted.
+WITHOUT_GROWTH: Final = ("idle", "fill")

@@ -13,7 +13,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import MAX_BATCH, MAX_DRAFT_TOKENS
@@ -34,8 +34,7 @@ _NOT_VARIED: Final = ("draft_tokens", "request_rows")  # of the overrides: these
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The verdict on one value of the case: `what` it is, and with which values the finding `stays`: FREE, or in
-    words."""
+    """The verdict on one value of the case: `what` it is, and where the finding `stays`: FREE, or in words."""
 
     what: str
     value: str
@@ -111,8 +110,7 @@ class _Study:
             study()
 
     def sentence(self, finished: bool) -> str:
-        """Return the explanation in words, such as "2 rounds, 1 request: length 64 then 65; any request row; everything
-        else is free"."""
+        """Return the explanation, such as "2 rounds, 1 request: length 64 then 65; everything else is free"."""
         raw = [round_.raw_batch for round_ in self.case.rounds]
         counts = " then ".join(map(str, raw)) if len(set(raw)) > 1 else str(raw[0])
         head = f"{len(raw)} {_plural('round', len(raw))}, {counts} {_plural('request', max(raw))}"
@@ -160,7 +158,7 @@ class _Study:
         self.phrases.append(f"{_plural('length', most)} {rounds}")
 
     def _with_length(self, i: int, b: int, value: int) -> Scenario:
-        return self._with_round(i, put("seq_lens", b, value, self.case.rounds[i]))
+        return self._with_round(i, put("seq_lens", b, self.case.rounds[i], value))
 
     def _range_of(self, length: int, variant: Callable[[int], Scenario]) -> str:
         """Say with which lengths in the place of `length` the finding stays."""
@@ -236,8 +234,7 @@ class _Study:
             self.phrases.append(f"any {_plural('request row', len(rows))}{together}")
 
     def _with_rows_to_try(self, last: int) -> Scenario:
-        """Return the case, with more request rows where it has hardly any behind `last` and they do not end the
-        finding."""
+        """Return the case, with more request rows where few lie behind `last` and more do not end the finding."""
         count = self.case.geometry.request_rows
         if last + 2 < count:
             return self.case
@@ -260,7 +257,7 @@ class _Study:
             for i, round_ in enumerate(self.case.rounds if not spec.of_row else ()):
                 for b, value in enumerate(round_.lens.get(name, ())):
                     tried = sorted({least, value - 1, value + 1, n} - {value})
-                    variants = [self._with_round(i, put(name, b, each, round_)) for each in tried if least <= each <= n]
+                    variants = [self._with_round(i, put(name, b, round_, each)) for each in tried if least <= each <= n]
                     what = f"{name}[{b}]{self._in_round(i)}"
                     self._judge(what, value, str(value) if self._needed(variants) else FREE)
 
@@ -278,25 +275,20 @@ class _Study:
     def _flags(self) -> None:
         for i, round_ in enumerate(self.case.rounds):
             where = self._in_round(i)
-            if round_.twice:
-                needed = self._needed([self._with_round(i, dataclasses.replace(round_, twice=False))])
-                self._judge(f"second replay{where}", True, "needed" if needed else FREE, f"replayed twice{where}")
-            if round_.foreign:
-                needed = self._needed([self._with_round(i, dataclasses.replace(round_, foreign=False))])
-                self._judge(
-                    f"foreign work{where}", True, "needed" if needed else FREE, f"foreign work before it{where}"
-                )
-            if round_.remap:
-                needed = self._needed([self._with_round(i, round_.with_remap(()))])
-                self._judge(f"remap{where}", round_.remap, "needed" if needed else FREE, f"pages remapped{where}")
-            if round_.prefixes:
-                needed = self._needed([self._with_round(i, dataclasses.replace(round_, prefixes=()))])
-                text = f"first pages shared{where}"
-                self._judge(f"prefixes{where}", round_.prefixes, "needed" if needed else FREE, text)
-            if "replay_floors" in round_.lens:
-                needed = self._needed([self._with_round(i, round_.replace(replay_floors=None))])
-                text = f"replay floors {', '.join(map(str, round_.replay_floors))}{where}"
-                self._judge(f"replay floors{where}", round_.replay_floors, "needed" if needed else FREE, text)
+            floors = round_.lens.get("replay_floors", ())
+            flags: tuple[tuple[str, str, Any, Any, str], ...] = (
+                ("second replay", "twice", round_.twice, False, "replayed twice"),
+                ("foreign work", "foreign", round_.foreign, False, "foreign work before it"),
+                ("remap", "remap", round_.remap, (), "pages remapped"),
+                ("prefixes", "prefixes", round_.prefixes, (), "first pages shared"),
+                ("replay floors", "replay_floors", floors, None, f"replay floors {', '.join(map(str, floors))}"),
+            )
+            for what, field, value, plain, said in flags:
+                if not value:
+                    continue
+                without = round_.with_remap(()) if field == "remap" else round_.replace(**{field: plain})
+                needed = self._needed([self._with_round(i, without)])
+                self._judge(f"{what}{where}", value, "needed" if needed else FREE, f"{said}{where}")
             if get_system(self.case.system).seeded:
                 other = [self._with_round(i, dataclasses.replace(round_, seed=round_.seed + step)) for step in (1, 2)]
                 self._judge(f"seed{where}", round_.seed, str(round_.seed) if self._needed(other) else FREE)
@@ -338,8 +330,7 @@ class _Study:
             yield value, dataclasses.replace(self.case, geometry=geometry)
 
     def _counted(self, size: int, variants: dict[int, Scenario]) -> str:
-        """Return where the finding stays with another number than `size`: FREE, that number alone, or as many or
-        more."""
+        """Return where the finding stays but at `size`: FREE, that number alone, or as many or more."""
         shows = {other: self.shows(case) for other, case in variants.items() if is_legal(case)}
         if all(shows.values()):
             return FREE
@@ -354,7 +345,7 @@ def _renamed_once(case: Scenario, row: int, other: int) -> Iterator[Scenario]:
     ]
     for i, b in places if len(places) > 1 else []:
         rounds = list(case.rounds)
-        rounds[i] = put("requests", b, other, rounds[i])
+        rounds[i] = put("requests", b, rounds[i], other)
         yield dataclasses.replace(case, rounds=tuple(rounds))
 
 

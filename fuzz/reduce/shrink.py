@@ -161,6 +161,10 @@ class _Search:
         """Attempt the case with round `i` changed."""
         return self.attempt_rounds([*self.rounds[:i], change(self.rounds[i]), *self.rounds[i + 1 :]])
 
+    def attempts(self, i: int, change: Callable[[Round, Any], Round]) -> Callable[[Any], bool]:
+        """Return what attempts the case in which round `i` is `change(round, value)`, for a value."""
+        return lambda value: self.attempt_round(i, lambda round_: change(round_, value))
+
     def attempt_each(self, change: Callable[[Round], Round]) -> None:
         """Attempt all rounds changed at once, or else as many as may be, one by one from the last."""
         if not self.attempt_all(change) and len(self.rounds) > 1:
@@ -191,23 +195,22 @@ def drop_rounds(search: _Search) -> None:
 def drop_requests(search: _Search) -> None:
     """Tails of all rounds, single batch rows of all rounds, then parts of each round."""
     for count in _from_the_least(0, _most_requests(search)):
-        if search.attempt_all(partial(_keep, range(count))):
+        if search.attempt_all(partial(_keep, rows=range(count))):
             break
     for row in reversed(range(_most_requests(search))):
-        search.attempt_all(partial(_keep, [b for b in range(_most_requests(search)) if b != row]))
+        search.attempt_all(partial(_keep, rows=[b for b in range(_most_requests(search)) if b != row]))
     for i in reversed(range(len(search.rounds))):
-        attempt = partial(_attempt_kept, search, i)
-        _drop_parts(range(search.rounds[i].raw_batch), attempt)
+        _drop_parts(range(search.rounds[i].raw_batch), search.attempts(i, _keep))
 
 
 def plain_inputs(search: _Search) -> None:
     """No remaps, no prefixes taken, no second replay, no foreign work, the loud or else the stale poison, seed 0."""
     search.attempt_each(lambda round_: round_.with_remap(()))
     for i, round_ in enumerate(search.rounds):
-        _drop_parts(round_.remap, partial(_attempt_remaps, search, i))
+        _drop_parts(round_.remap, search.attempts(i, Round.with_remap))
     search.attempt_each(_set(prefixes=()))
     for i, round_ in enumerate(search.rounds):
-        _drop_parts(round_.prefixes, partial(_attempt_prefixes, search, i))
+        _drop_parts(round_.prefixes, search.attempts(i, _with_prefixes))
         for at in range(len(search.rounds[i].prefixes)):
             _take_less(search, i, at)
     search.attempt_each(_set(twice=False))
@@ -249,8 +252,7 @@ def smaller_geometry(search: _Search) -> None:
 
 
 def plain_requests(search: _Search) -> None:
-    """Requests 1, 2, 3, ... in the order in which they come, or of each round anew, or else each as low as it may be;
-    few request rows."""
+    """Requests 1, 2, 3, ... as they come, or of each round anew, or else each as low as it may be; few request rows."""
     live = [row for row in named_requests(search.best) if row != PAD_REQUEST]
     search.attempt(with_requests(search.best, {row: i for i, row in enumerate(live, 1)}))
     search.attempt_each(lambda round_: _set(requests=tuple(range(1, round_.raw_batch + 1)))(round_))
@@ -277,7 +279,7 @@ def plain_lens(search: _Search) -> None:
                     _lower_value(search, spec, i, b)
                     continue
                 for plain in (least, most) if spec.needed else (most, least):
-                    if value == plain or search.attempt_round(i, partial(put, name, b, plain)):
+                    if value == plain or search.attempts(i, partial(put, name, b))(plain):
                         break
 
 
@@ -304,9 +306,7 @@ PASSES: Final[tuple[Callable[[_Search], None], ...]] = (
 
 
 def _shorten(search: _Search, i: int, b: int, least: int) -> None:
-    def attempt(length: int) -> bool:
-        return search.attempt_round(i, partial(put, "seq_lens", b, length))
-
+    attempt = search.attempts(i, partial(put, "seq_lens", b))
     length, plain = search.rounds[i].seq_lens[b], max(least, 1)
     # 1 is the plainest; 0 is an idle request, which is a case of its own.
     if length <= plain or attempt(plain) or (least < plain and attempt(least)):
@@ -320,9 +320,7 @@ def _shorten(search: _Search, i: int, b: int, least: int) -> None:
 
 
 def _lower_value(search: _Search, spec: StaticInput, i: int, b: int) -> None:
-    def attempt(value: int) -> bool:
-        return search.attempt_round(i, partial(put, spec.name, b, value))
-
+    attempt = search.attempts(i, partial(put, spec.name, b))
     value = search.rounds[i].lens[spec.name][b]
     if value > spec.low and not attempt(spec.low):
         closest(spec.low, value, attempt)
@@ -356,28 +354,14 @@ def _drop_parts(items: Sequence[T], attempt: Callable[[Sequence[T]], bool], *, l
         size = min(size // 2, len(kept) - least)
 
 
-def _attempt_kept(search: _Search, i: int, rows: Sequence[int]) -> bool:
-    return search.attempt_round(i, partial(_keep, rows))
-
-
-def _attempt_remaps(search: _Search, i: int, rows: Sequence[int]) -> bool:
-    return search.attempt_round(i, lambda round_: round_.with_remap(rows))
-
-
-def _attempt_prefixes(search: _Search, i: int, prefixes: Sequence[tuple[int, int, int]]) -> bool:
-    return search.attempt_round(i, _set(prefixes=tuple(prefixes)))
-
-
 def _take_less(search: _Search, i: int, at: int) -> None:
     """Make prefix `at` of round `i` as short as the finding allows."""
-    before, (row, origin, pages), after = _around(search.rounds[i].prefixes, at)
+    prefixes = search.rounds[i].prefixes
+    row, origin, pages = prefixes[at]
+    attempt = search.attempts(i, _with_prefixes)
     for fewer in _from_the_least(1, pages):
-        if _attempt_prefixes(search, i, (*before, (row, origin, fewer), *after)):
+        if attempt((*prefixes[:at], (row, origin, fewer), *prefixes[at + 1 :])):
             return
-
-
-def _around(items: Sequence[T], at: int) -> tuple[Sequence[T], T, Sequence[T]]:
-    return items[:at], items[at], items[at + 1 :]
 
 
 def _most_requests(search: _Search) -> int:
@@ -470,7 +454,7 @@ def closest(bad: int, good: int, shows: Callable[[int], bool]) -> tuple[int, int
     return bad, good
 
 
-def put(name: str, b: int, value: int, round_: Round) -> Round:
+def put(name: str, b: int, round_: Round, value: int) -> Round:
     """Return `round_` with `value` as entry `b` of `name`."""
     values = list(getattr(round_, name))
     values[b] = value
@@ -487,7 +471,11 @@ def _with_at_most(most: Mapping[str, int], round_: Round) -> Round:
     return round_.replace(**{n: tuple(min(v, most[n]) for v in values) if n in most else None for n, values in said})
 
 
-def _keep(rows: Sequence[int], round_: Round) -> Round:
+def _with_prefixes(round_: Round, prefixes: Sequence[tuple[int, int, int]]) -> Round:
+    return dataclasses.replace(round_, prefixes=tuple(prefixes))
+
+
+def _keep(round_: Round, rows: Sequence[int]) -> Round:
     """Return `round_` with these batch rows only, as far as it has them."""
     kept = [row for row in rows if row < round_.raw_batch]
     changes = {name: tuple(getattr(round_, name)[row] for row in kept) for name in ("seq_lens", "requests")}

@@ -137,16 +137,7 @@ class Trials:
             raise OutOfTime
 
     def _setup(self, scenario: Scenario) -> ReplaySetup:
-        return ReplaySetup.make(
-            get_system(scenario.system),
-            scenario.geometry,
-            scenario.buckets,
-            scenario.seed,
-            self._subject if self._subject is not None else scenario.subject,
-            scenario.fault,
-            self._backend,
-            self._ledger,
-        )
+        return ReplaySetup.of_case(scenario, self._backend, self._ledger, subject=self._subject)
 
     def _confirm(self, candidate: Scenario) -> Finding | None:
         self._on_launch(candidate)
@@ -168,8 +159,7 @@ class Trials:
 
 
 def is_legal(scenario: Scenario) -> bool:
-    """Return whether the case reader accepts `scenario`, its system has a layout for it, and the contract defines
-    it."""
+    """Return whether the case reader accepts `scenario`, its system lays it out, and the contract defines it."""
     try:
         parse_case(scenario.to_json())
         for bucket in scenario.buckets:

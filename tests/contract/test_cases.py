@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from corpus import caught
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.finding import Diagnosis
@@ -13,7 +14,7 @@ from dsa_verify.contract.round import Scenario
 from dsa_verify.rounds.case_file import read_case
 from dsa_verify.subjects import faults
 from dsa_verify.systems.catalogue import SYSTEMS
-from fuzz.cases import caught, paths
+from fuzz.cases import paths
 
 PATHS = paths()
 MOST_ROUNDS, MOST_REQUESTS, WIDEST_BUCKET = 3, 4, 4

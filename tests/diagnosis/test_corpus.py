@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from corpus import caught
 
 from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.round import Scenario
@@ -18,7 +19,7 @@ from dsa_verify.rounds.case_file import read_case
 from dsa_verify.run.runner import Runner, new_result
 from dsa_verify.subjects.faults.conduct import WrongOnce
 from dsa_verify.systems.catalogue import get_system
-from fuzz.cases import caught, paths
+from fuzz.cases import paths
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 PATHS = paths()

@@ -25,8 +25,8 @@ from dsa_verify.contract.finding import Diagnosis
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round
 from dsa_verify.contract.subject import Buffers, Inputs
-from dsa_verify.diagnosis.beyond_waivers import Covered
 from dsa_verify.diagnosis.confirm import confirm
+from dsa_verify.diagnosis.not_waived import Covered
 from dsa_verify.judge.schedule_laws import Law
 from dsa_verify.replay.setup import ReplaySetup
 from dsa_verify.rounds.matrix import diagnostic_matrix

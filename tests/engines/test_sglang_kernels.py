@@ -168,7 +168,7 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mtp, "compile_copies", lambda geometry: None)
     monkeypatch.setattr(indexer, "why_no_schedule", lambda device: None)
     monkeypatch.setattr(indexer, "why_no_plan", lambda device: None)
-    monkeypatch.setattr(indexer, "_check_variant", lambda geometry, device: None)
+    monkeypatch.setattr(indexer.deep_gemm, "check_variant", lambda geometry, device: None)
     monkeypatch.setattr(indexer.deep_gemm, "refresh", lambda lens, out: build_schedule(lens, out, variant="tiny"))
     for check in ("dsa_verify.replay.setup.check_device", "dsa_verify.run.runner.check_device"):
         monkeypatch.setattr(check, lambda *_: None)

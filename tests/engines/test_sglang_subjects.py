@@ -94,7 +94,9 @@ def test_another_system_than_the_subjects_is_refused(call: Callable[[], object])
 
 
 def test_an_unknown_subject_lists_what_there_is() -> None:
-    with pytest.raises(UsageError, match=r"'sglang:verify' is unknown; sglang has decode, target_verify, draft_extend"):
+    with pytest.raises(
+        UsageError, match=r"'sglang:verify' is unknown; sglang has decode, decode_backend, target_verify"
+    ):
         systems_to_run([], "sglang:verify")
 
 

@@ -280,7 +280,7 @@ def test_an_engine_and_a_pipeline_of_somebody_else_are_asked_for_no_more_than_th
 
 def test_a_configuration_is_said_in_words_and_in_json() -> None:
     config = drawn("dcp", 0)[1]
-    text = describe(config)
+    text = describe(config.geometry, config.buckets)
     assert text.startswith(f"tiny, buckets {list(config.buckets)}")
     assert f"dcp_size {config.geometry.dcp_size}" in text
     assert visited(config) == {

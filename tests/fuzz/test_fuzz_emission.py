@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from simulated import check
 
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import Geometry
@@ -74,7 +75,7 @@ def test_rounds_that_are_aimed_move_no_more_requests_than_a_round_can() -> None:
     _, simulator = simulators("decode", "cpu", 48, 5)
     for regime in itertools.islice(itertools.cycle(("fill", AIMED, "other pages", AIMED, "shuffle")), 100):
         round_ = simulator.play(regime)
-        simulator.check()
+        check(simulator)
         assert len(round_.remap) <= REMAPS_PER_ROUND
         if regime in ENGINE:
             assert not simulator._moved

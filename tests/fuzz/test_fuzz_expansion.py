@@ -10,16 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated import specs
 from support import DEVICE
 
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Scenario
 from dsa_verify.rounds.case_file import parse_case
-from dsa_verify.rounds.matrix import REMAPS_PER_ROUND
+from dsa_verify.rounds.matrix import REMAPS_PER_ROUND, undefined_when_empty
 from dsa_verify.systems.catalogue import SYSTEMS
-from fuzz.engine.expansion import REGIMES, Lane, RoundSpec, below, bits, expand, expand_columns, regimes, word
-from fuzz.engine.limits import undefined_when_empty
-from fuzz.engine.strategies import spec_at, specs
+from fuzz.engine.expansion import REGIMES, RoundSpec, Stream, below, bits, expand, expand_columns, regimes, word
+from fuzz.engine.strategies import spec_at
 
 # (system, preset, geometry, buckets): each regime, count and refusal that a system of today has.
 CONFIGURATIONS = [
@@ -37,9 +37,9 @@ WORDS = st.integers(0, (1 << 63) - 1)
 
 
 @given(WORDS, WORDS, st.integers(0, 64), WORDS)
-def test_a_word_is_the_same_in_python_numpy_and_torch(seed: int, round_: int, lane: int, element: int) -> None:
-    arrays = [np.array([value], np.int64) for value in (seed, round_, lane, element)]
-    want = word(seed, round_, lane, element)
+def test_a_word_is_the_same_in_python_numpy_and_torch(seed: int, round_: int, stream: int, element: int) -> None:
+    arrays = [np.array([value], np.int64) for value in (seed, round_, stream, element)]
+    want = word(seed, round_, stream, element)
     assert 0 <= want < 1 << 63
     assert int(bits(*arrays)[0]) == want
     assert int(bits(*(torch.from_numpy(array).to(DEVICE) for array in arrays))[0]) == want
@@ -152,5 +152,5 @@ def test_hypothesis_draws_specs_of_scalars(data: st.DataObject) -> None:
 
 
 def test_no_two_streams_are_one() -> None:
-    words = {word(0, 0, lane, 0) for lane in Lane}
-    assert len(words) == len(Lane)
+    words = {word(0, 0, stream, 0) for stream in Stream}
+    assert len(words) == len(Stream)

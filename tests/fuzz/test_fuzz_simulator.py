@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from simulated import check
 from test_fuzz_expansion import configurations
 
 from dsa_verify.base.errors import UsageError
@@ -27,7 +28,7 @@ def checked(simulator: EngineSimulator, count: int) -> list[Round]:
     rounds = []
     for _ in range(count):
         rounds.append(simulator.step())
-        simulator.check()
+        check(simulator)
     return rounds
 
 
@@ -64,7 +65,7 @@ def test_every_step_can_follow_every_other() -> None:
         for second in simulator.steps:
             for step in (first, second):
                 simulator.play(step)
-                simulator.check()
+                check(simulator)
     pairs = {key[1:]: count for key, count in coverage.visits().items() if key[0] == "regime"}
     assert len(pairs) == len(simulator.steps) ** 2
     assert [pair for pair, count in pairs.items() if not count] == []
@@ -74,7 +75,7 @@ def test_only_a_shared_row_is_named_twice_and_only_for_one_round() -> None:
     simulator, seen = EngineSimulator(SYSTEMS["decode"], TINY, (4, 2), 2, outside=False), 0
     for _ in range(100):
         round_ = simulator.play("shared prefix")
-        simulator.check()
+        check(simulator)
         if len(set(round_.requests)) == round_.raw_batch:
             continue  # the other kind of sharing, which the tests below are about
         assert len(set(round_.requests)) == round_.raw_batch - 1
@@ -91,7 +92,7 @@ def test_a_shared_row_lives_as_long_as_its_last_reader() -> None:
     row = simulator.live[0].row
     simulator.share(0)
     simulator.finish(0)
-    simulator.check()
+    check(simulator)
     assert [request.row for request in simulator.live] == [row]
     assert row not in simulator.free
     simulator.finish(0)
@@ -135,7 +136,7 @@ def test_a_preempted_request_returns_on_other_pages(reuse: str) -> None:
         assert simulator.live[-1].length == length
         assert pages(simulator, simulator.live[-1].row) != before
         simulator.emit()
-        simulator.check()
+        check(simulator)
 
 
 class Tables:
@@ -379,7 +380,7 @@ def test_the_check_sees_what_no_engine_can_be_in() -> None:
         ({"accepted": 2}, "2 accepted"),
     ):
         with pytest.raises(AssertionError, match=message):
-            broken(**changes).check()
+            check(broken(**changes))
 
 
 def test_engine_steps_come_first_and_rounds_from_outside_only_when_asked_for() -> None:

@@ -181,9 +181,9 @@ def test_a_page_of_another_request_is_named_by_it(serving: ModuleType, tmp_path:
 def test_a_page_of_several_requests_is_named_by_all_of_them() -> None:
     """A server's prefix cache gives one page to several, and none of them is wrong to have it."""
     pages = torch.tensor([[7, 8, 9], [7, 5, 8], [7, 8, 4]])
-    lane = SimpleNamespace(plan=SimpleNamespace(geometry=SimpleNamespace(allocator_page=4)))
+    check = SimpleNamespace(setup=SimpleNamespace(geometry=SimpleNamespace(allocator_page=4)))
     now = SimpleNamespace(raw=3, seq_lens=(9, 12, 6), requests=(3, 1, 3))
-    owner_of = _owners(lane, {"pages": pages}, now)  # type: ignore[arg-type]
+    owner_of = _owners(check, {"pages": pages}, now)  # type: ignore[arg-type]
     assert owner_of(7 * 4 + 3) == Owner((3, 1), 3)
     assert owner_of(8 * 4 + 1) == Owner((3,), 5), "request 1 has it elsewhere"
     assert owner_of(5 * 4) == Owner((1,), 4)

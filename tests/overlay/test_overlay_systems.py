@@ -263,11 +263,11 @@ def test_liveness_is_what_the_rounds_say(system: str, preset: str, overrides: di
     config = config_of(system, preset, overrides, 24)
     raw = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     layouts = {bucket: SYSTEMS[system].layout(config.geometry, bucket) for bucket in config.buckets}
-    lanes = {bucket: legal_inputs(layout, raw) for bucket, layout in layouts.items()}
+    checks = {bucket: legal_inputs(layout, raw) for bucket, layout in layouts.items()}
     table = next(iter(config.chunks()))
     assert len(set(table.raw.tolist())) > 3
     for i, bucket in enumerate(table.bucket.tolist()):
-        legal, taken = lanes[bucket]
+        legal, taken = checks[bucket]
         for name, tensor in taken.values.items():
             if name != "out_cache_loc":
                 tensor.copy_(torch.from_numpy(table.drawn(name)[i, :bucket]))

@@ -377,6 +377,42 @@ def test_the_two_shards_of_the_published_case() -> None:
 RANGES = ((0, 5), (3, 1), (7, 0), (8, 16), (2, 11), (0, 0), (5, 6))
 
 
+# No system has a field of these, so no oracle does: here they are in eager torch, for token interleave only.
+def padded_lengths(starts: torch.Tensor, lengths: torch.Tensor, size: int) -> torch.Tensor:
+    """Rows that each rank sends of each prefix range [start, start + length), pads included."""
+    return (lengths + starts.remainder(size) + size - 1).floor_divide(size)
+
+
+def pads(starts: torch.Tensor, lengths: torch.Tensor, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(left, right), 0 or 1 a request: pad rows before and after what `rank` owns of the range."""
+    left = starts.remainder(size) > rank
+    right = (starts + lengths - 1).remainder(size) < rank
+    return left.to(torch.int64), right.to(torch.int64)
+
+
+def token_order(starts: torch.Tensor, lengths: torch.Tensor, size: int, rank_rows: int) -> torch.Tensor:
+    """int64 [sum of lengths]: for each token of all ranges in turn the row of the rank-major gather, `rank_rows` rows a
+    rank, that holds it. Not capturable: its size depends on the lengths."""
+    padded = padded_lengths(starts, lengths, size)
+    request = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    first = torch.cumsum(lengths, 0) - lengths
+    position = starts[request] + torch.arange(len(request), device=lengths.device) - first[request]
+    at = (torch.cumsum(padded, 0) - padded)[request] + position // size - starts[request] // size
+    return position.remainder(size) * rank_rows + at
+
+
+def kv_indices(prefix_lens: torch.Tensor, extend_lens: torch.Tensor) -> torch.Tensor:
+    """int64 [sum of both]: for the layout [prefix; extend] of each request in turn, the row of a buffer that holds all
+    prefixes first and all extends after them. Not capturable."""
+    prefixes = torch.cumsum(prefix_lens, 0)
+    extends = torch.cumsum(extend_lens, 0) + prefixes[-1]
+    pieces = []
+    for b in range(len(prefix_lens)):
+        pieces.append(torch.arange(int(prefixes[b] - prefix_lens[b]), int(prefixes[b])))
+        pieces.append(torch.arange(int(extends[b] - extend_lens[b]), int(extends[b])))
+    return torch.cat(pieces).to(prefix_lens.device)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_the_ragged_prefix_gather(size: int) -> None:
     """Every rank packs its rows, they are gathered rank by rank, and come out in token order without the pads."""
@@ -384,9 +420,9 @@ def test_the_ragged_prefix_gather(size: int) -> None:
     sent = referee.gather(starts.tolist(), lengths.tolist(), size)
     rows = len(sent[0])
     assert [len(each) for each in sent] == [rows] * size
-    assert int(oracle.padded_lengths(starts, lengths, size).sum()) == rows
+    assert int(padded_lengths(starts, lengths, size).sum()) == rows
     for rank in range(size):
-        left, right = oracle.pads(starts, lengths, rank, size)
+        left, right = pads(starts, lengths, rank, size)
         assert int((left + right).sum()) == sum(row is referee.PAD for row in sent[rank])
 
     table = torch.arange(24, device=DEVICE, dtype=torch.int32) + 24 * torch.arange(
@@ -407,7 +443,7 @@ def test_the_ragged_prefix_gather(size: int) -> None:
     pipeline.reorder(ranges, gathered, ordered)
     want = [int(table[b, start + i]) for b, (start, length) in enumerate(RANGES) for i in range(length)]
     assert ordered[:, 0].tolist() == want + [-9] * 2
-    order = oracle.token_order(starts, lengths, size, rows + 3)
+    order = token_order(starts, lengths, size, rows + 3)
     assert torch.equal(gathered.view(-1, 4)[order], ordered[:tokens])
 
 
@@ -425,14 +461,14 @@ def test_aligned_prefixes_need_no_pads(size: int) -> None:
         place = Place(rank=rank, size=size)
         pipeline.pack_prefix(ranges, torch.arange(2, device=DEVICE), table, pool, send, place)
         assert torch.equal(send[:, 0], prefix_indices[rank::size] // size)
-        assert not torch.cat(oracle.pads(starts, lengths, rank, size)).any()
+        assert not torch.cat(pads(starts, lengths, rank, size)).any()
 
 
 @pytest.mark.parametrize("prefixes, extends", [([3, 0, 8, 1], [2, 4, 0, 1]), ([0], [1]), ([0, 0], [0, 3])])
 def test_kv_indices(prefixes: list[int], extends: list[int]) -> None:
     want = referee.kv_indices(prefixes, extends)
     lens = [torch.tensor(each, device=DEVICE) for each in (prefixes, extends)]
-    assert oracle.kv_indices(*lens).tolist() == want
+    assert kv_indices(*lens).tolist() == want
     out = torch.full((len(want) + 2,), -5, dtype=torch.int32, device=DEVICE)
     pipeline.kv_indices(*lens, out)
     assert out.tolist() == [*want, -5, -5]

@@ -267,7 +267,7 @@ def test_steps_leave_what_lies_around_the_inputs_alone(form: str):
         table_of("decode", geometry, Round(bucket=3, seq_lens=(5, 6, 7), requests=(1, 2, 3), remap=(2,)))
     )
     input_buffers.step(3)
-    regions = guard_regions(input_buffers, Kind.GUARD)
+    regions = guard_regions(input_buffers.guards, Kind.GUARD)
     assert {region.name for region in regions} == set(input_buffers.inputs(3)[0].tensors())
     assert len(regions) == 3 * (3 if form == "strided" else 2)
     for region in regions:
@@ -333,7 +333,7 @@ def test_gaps_between_columns_are_filled_and_guarded():
     behind(inputs.selection)[1, 5] = -9
     inputs.partial_lse[1, 2, 0] = 77.0
     hits = []
-    for region in [*guard_regions(input_buffers, Kind.GUARD), *input_regions(inputs, oracle)]:
+    for region in [*guard_regions(input_buffers.guards, Kind.GUARD), *input_regions(inputs, oracle)]:
         want, checked = expected_words(region, live_words(region))
         hits += [(region, *place) for place in ((region.got != want) & checked).nonzero().tolist()]
     (guard, row, word), (lse, *place) = hits

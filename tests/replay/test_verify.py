@@ -331,7 +331,7 @@ def test_a_finding_in_a_later_chunk_names_its_round_and_keeps_its_case_short(fol
 def test_the_evidence_of_two_chunks_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Where the newest rounds alone do not show it, the chunk before is used too."""
     tried = []
-    monkeypatch.setattr(verify_module, "confirm", lambda setup, rounds: tried.append(list(rounds)) or [])
+    monkeypatch.setattr(verify_module, "confirm", lambda setup, rounds, waived=None: tried.append(list(rounds)) or [])
     setup = setup_of(f"{__name__}:WrongFrom")
     chunks = list(chunks_of(3, 4, 5))
     (finding,) = verify_rounds(setup, (setup.table(rounds, 0) for rounds in chunks), Counts(), folder=folder)

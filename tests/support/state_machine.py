@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from simulated import check, jump, specs
 
 from dsa_verify.base.device import choose_device
 from dsa_verify.contract.geometry import Geometry
@@ -37,7 +38,6 @@ from fuzz.engine.boundaries import boundaries
 from fuzz.engine.coverage import Coverage
 from fuzz.engine.expansion import RoundSpec
 from fuzz.engine.simulator import EngineSimulator
-from fuzz.engine.strategies import specs
 
 _PLACES: Final = range(16)  # a place is taken modulo the batch
 _SIMULATOR_SEED: Final = 0  # Hypothesis draws; what the simulator draws beside that should not change from run to run
@@ -130,7 +130,7 @@ class Machine(RuleBasedStateMachine):
     @rule(place=st.sampled_from(_PLACES), boundary=st.sampled_from(range(256)))
     def jump_to_boundary(self, place: int, boundary: int) -> None:
         lengths = self._boundary_lengths()
-        self.simulator.jump(self._at(place), lengths[boundary % len(lengths)])
+        jump(self.simulator, self._at(place), lengths[boundary % len(lengths)])
 
     @precondition(lambda self: self.simulator.live)
     @rule(count=st.sampled_from(_PLACES))
@@ -154,7 +154,7 @@ class Machine(RuleBasedStateMachine):
     def replay(self, twice: bool) -> None:
         simulator = self.simulator
         bucket = max(self.bucket, simulator.smallest_bucket(len(simulator.live)))
-        self._run(simulator.emit(bucket, poison=self.poison, twice=twice))
+        self._run(dataclasses.replace(simulator.emit(bucket), poison=self.poison, twice=twice))
 
     # What none does --------------------------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def the_simulator_is_sound(self) -> None:
-        self.simulator.check()
+        check(self.simulator)
 
     @invariant()
     def live_values_are_legal(self) -> None:

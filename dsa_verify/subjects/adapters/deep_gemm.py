@@ -9,8 +9,9 @@ from typing import Final
 
 import torch
 
-from dsa_verify.base.device import package_version
 from dsa_verify.base.errors import UsageError
+from dsa_verify.base.version import package_version
+from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.schedule_variants import VARIANTS, ScheduleVariant, shape
 
 DISTRIBUTION: Final = "sgl-deep-gemm"
@@ -37,6 +38,16 @@ def installed_variant(architecture: int) -> ScheduleVariant:
     if version is None:
         raise UsageError(f"{DISTRIBUTION} is not installed; {_INSTALL}")
     return variant_of(version, architecture)
+
+
+def check_variant(geometry: Geometry, device: torch.device, subject: str = "") -> None:
+    """Raise UsageError if the installed sgl-deep-gemm builds another variant on `device` than `geometry.schedule`."""
+    variant = installed_variant(torch.cuda.get_device_capability(device)[0] * 10)
+    if variant.name != geometry.schedule:
+        raise UsageError(
+            f"{subject}schedule: the installed DeepGEMM builds {variant.name} schedules, the geometry says "
+            f"{geometry.schedule}; give --set schedule={variant.name}"
+        )
 
 
 def refresh(context_lens: torch.Tensor, out: torch.Tensor, *, indices: torch.Tensor | None = None) -> None:

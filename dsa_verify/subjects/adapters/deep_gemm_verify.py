@@ -7,7 +7,7 @@ import torch
 from dsa_verify.base.errors import UsageError
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.subject import Buffers, Inputs
-from dsa_verify.subjects.adapters.deep_gemm import installed_variant, refresh
+from dsa_verify.subjects.adapters.deep_gemm import check_variant, refresh
 from dsa_verify.subjects.pipelines.basic import TargetVerify
 from dsa_verify.subjects.pipelines.indexer import IndexerMetadata
 
@@ -35,12 +35,6 @@ class DeepGemmVerify(TargetVerify):
             )
         if not geometry.indexer:
             raise UsageError(f"subject {self.name!r}: the geometry has no schedule to build; set indexer=true")
-        major = torch.cuda.get_device_capability(inputs.seq_lens.device)[0]
-        variant = installed_variant(major * 10)
-        if variant.name != geometry.schedule:
-            raise UsageError(
-                f"subject {self.name!r}: the installed release builds {variant.name} schedules, the geometry says "
-                f"{geometry.schedule}; set schedule={variant.name}"
-            )
+        check_variant(geometry, inputs.seq_lens.device, f"subject {self.name!r}: ")
         super().allocate(geometry, inputs, buffers)
         self._indexer = _RealSchedules(geometry, inputs, buffers)

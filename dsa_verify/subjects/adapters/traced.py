@@ -9,7 +9,8 @@ from typing import Final
 
 import torch
 
-from dsa_verify.base.device import INTERPRET, package_version
+from dsa_verify.base.device import INTERPRET
+from dsa_verify.base.version import package_version
 
 SHOWN_DIGITS: Final = 12  # of a sha256: enough to tell files apart, short enough to read
 

@@ -14,7 +14,7 @@ from dsa_verify.contract.subject import Buffers, Inputs, Routed, Subject
 from dsa_verify.subjects.faults.fault import ALL, fault
 from dsa_verify.subjects.faults.wrapper import Wrapper
 
-FAR_BEYOND = 1 << 40  # elements: no address space of a device reaches there
+FAR_AWAY = 1 << 40  # elements: no address space of a device reaches there
 FIRST_ROUNDS = 3  # replays before a fault of conduct strikes; the warm-up makes the first two
 
 
@@ -133,7 +133,7 @@ class IllegalAccess(Wrapper):
         device = self.inputs.seq_lens.device
         if device.type != "cuda":
             raise RuntimeError("CUDA error: an illegal memory access was encountered (planted)")
-        from dsa_verify.subjects.faults.illegal_kernel import write_beyond
+        from dsa_verify.subjects.faults.illegal_kernel import write_far_away
 
-        write_beyond[(1,)](torch.empty(1, dtype=torch.int32, device=device), FAR_BEYOND)
+        write_far_away[(1,)](torch.empty(1, dtype=torch.int32, device=device), FAR_AWAY)
         torch.cuda.synchronize(device)

@@ -7,12 +7,12 @@ import math
 import torch
 
 from dsa_verify.contract.finding import Diagnosis as D
-from dsa_verify.subjects.faults.fault import DCP, fault
+from dsa_verify.subjects.faults.fault import DCP, spoils
 from dsa_verify.subjects.faults.outputs import SMUGGLED
 from dsa_verify.subjects.faults.wrapper import Wrapper
 
 
-@fault(
+@spoils(
     "writes_slot_0",
     "pad rows are stored at the reserved slot",
     D.STALE,
@@ -21,16 +21,13 @@ from dsa_verify.subjects.faults.wrapper import Wrapper
     field="rank0_kv_pool",
     systems=DCP,
 )
-class WritesSlotZero(Wrapper):
+def writes_slot_zero(wrapped: Wrapper) -> None:
     """Pad rows are stored like any other, at the reserved slot. What they hold is 0 in this harness, as that slot is,
     so something else stands for it."""
-
-    def in_graph(self) -> None:
-        self.inner.in_graph()
-        self.target[:1].masked_fill_((self.inputs.out_cache_loc == 0).any(), SMUGGLED)
+    wrapped.target[:1].masked_fill_((wrapped.inputs.out_cache_loc == 0).any(), SMUGGLED)
 
 
-@fault(
+@spoils(
     "wrong_owner",
     "a rank stores the rows of other ranks, too",
     D.WRONG_OWNER,
@@ -40,32 +37,23 @@ class WritesSlotZero(Wrapper):
     field="rank0_kv_pool",
     systems=DCP,
 )
-class WrongOwner(Wrapper):
+def wrong_owner(wrapped: Wrapper) -> None:
     """The rank stores every row at its local place, those of other ranks included."""
-
-    def in_graph(self) -> None:
-        self.inner.in_graph()
-        inputs, size = self.inputs, self.geometry.dcp_size
-        row = inputs.out_cache_loc // (size * self.geometry.dcp_block)
-        self.target.index_copy_(0, row.clamp(max=len(self.target) - 1), inputs.kv_rows)
+    inputs, size = wrapped.inputs, wrapped.geometry.dcp_size
+    row = inputs.out_cache_loc // (size * wrapped.geometry.dcp_block)
+    wrapped.target.index_copy_(0, row.clamp(max=len(wrapped.target) - 1), inputs.kv_rows)
 
 
-@fault("wrong_log_base", "the merged log-sum-exp is in the other base", D.WRONG_VALUE, field="merged_lse", systems=DCP)
-class WrongLogBase(Wrapper):
+@spoils("wrong_log_base", "the merged log-sum-exp is in the other base", D.WRONG_VALUE, field="merged_lse", systems=DCP)
+def wrong_log_base(wrapped: Wrapper) -> None:
     """The log-sum-exp is handed on in the other base."""
-
-    def in_graph(self) -> None:
-        self.inner.in_graph()
-        self.target.mul_(math.log(2.0) if self.geometry.log_base == "2" else 1.0 / math.log(2.0))
+    wrapped.target.mul_(math.log(2.0) if wrapped.geometry.log_base == "2" else 1.0 / math.log(2.0))
 
 
-@fault(
+@spoils(
     "no_empty_rule", "a row that no rank owns anything of becomes NaN", D.WRONG_VALUE, field="merged_out", systems=DCP
 )
-class NoEmptyRule(Wrapper):
+def no_empty_rule(wrapped: Wrapper) -> None:
     """A row that no rank owns anything of becomes 0 / 0."""
-
-    def in_graph(self) -> None:
-        self.inner.in_graph()
-        empty = torch.isneginf(self.outputs()["merged_lse"]).repeat_interleave(self.geometry.head_dim, dim=1)
-        self.target.masked_fill_(empty, math.nan)
+    empty = torch.isneginf(wrapped.outputs()["merged_lse"]).repeat_interleave(wrapped.geometry.head_dim, dim=1)
+    wrapped.target.masked_fill_(empty, math.nan)

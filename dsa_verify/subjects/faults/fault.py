@@ -1,4 +1,5 @@
-"""Fault: what the catalogue says of a planted defect. Each class of a defect declares it with the decorator `fault`."""
+"""Fault: what the catalogue says of a planted defect, which declares itself: a class with the decorator `fault`, or a
+function with `spoils`, which is called after the graph's work of the wrapped subject."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ DCP: Final = ("dcp",)
 ALL: Final = (*AND_RAGGED, "mtp", "padded", "dcp")
 
 W = TypeVar("W", bound=type[Wrapper])
+Spoil = Callable[[Wrapper], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,5 +52,21 @@ def fault(name: str, summary: str, *diagnoses: Diagnosis, **rest: Any) -> Callab
     def declare(wrap: W) -> W:
         DECLARED[name] = Fault(name=name, summary=summary, wrap=wrap, diagnoses=frozenset(diagnoses), **rest)
         return wrap
+
+    return declare
+
+
+def spoils(name: str, summary: str, *diagnoses: Diagnosis, **rest: Any) -> Callable[[Spoil], Spoil]:
+    """Declare as the fault `name` that the decorated function spoils what the graph of the wrapped subject has done."""
+
+    def declare(spoil: Spoil) -> Spoil:
+        class AfterGraph(Wrapper):
+            def in_graph(self) -> None:
+                self.inner.in_graph()
+                spoil(self)
+
+        AfterGraph.__module__ = spoil.__module__
+        fault(name, summary, *diagnoses, **rest)(AfterGraph)
+        return spoil
 
     return declare

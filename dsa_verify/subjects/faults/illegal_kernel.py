@@ -7,5 +7,5 @@ import triton.language as tl
 
 
 @triton.jit
-def write_beyond(pointer, elements):
+def write_far_away(pointer, elements):
     tl.store(pointer + elements, 1)

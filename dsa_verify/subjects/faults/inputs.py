@@ -6,7 +6,7 @@ import dataclasses
 
 from dsa_verify.contract.finding import Diagnosis as D
 from dsa_verify.contract.subject import Inputs
-from dsa_verify.subjects.faults.fault import ALL, fault
+from dsa_verify.subjects.faults.fault import ALL, fault, spoils
 from dsa_verify.subjects.faults.wrapper import Wrapper
 
 
@@ -27,11 +27,9 @@ class FrozenAtCapture(Wrapper):
         return dataclasses.replace(inputs, seq_lens=inputs.seq_lens.clone())
 
 
-@fault("input_overwritten", "the lengths are advanced in place", D.INPUT_OVERWRITTEN, anywhere=True)
-class InputOverwritten(Wrapper):
-    def in_graph(self) -> None:
-        self.inner.in_graph()
-        self.inputs.seq_lens.add_(1)
+@spoils("input_overwritten", "the lengths are advanced in place", D.INPUT_OVERWRITTEN, anywhere=True)
+def input_overwritten(wrapped: Wrapper) -> None:
+    wrapped.inputs.seq_lens.add_(1)
 
 
 @fault(

@@ -9,7 +9,7 @@ import torch
 from dsa_verify.contract.finding import Diagnosis as D
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.subject import Buffers, Inputs
-from dsa_verify.subjects.faults.fault import AND_RAGGED, RAGGED_DRAFTS, fault
+from dsa_verify.subjects.faults.fault import AND_RAGGED, RAGGED_DRAFTS, fault, spoils
 from dsa_verify.subjects.faults.wrapper import Wrapper
 from dsa_verify.systems.indexer import destination_prefix
 
@@ -103,50 +103,41 @@ class StaleDraftSteps(Wrapper):
             outputs[name].copy_(torch.where(self._runs > 0, tensor, outputs[name]))
 
 
-@fault("off_by_one_page", "every page of a table is the next one", D.BOUNDARY, field="real_page_table")
-class OffByOne(Wrapper):
-    def in_graph(self) -> None:
-        self.inner.in_graph()
-        self.target.add_(1)
+@spoils("off_by_one_page", "every page of a table is the next one", D.BOUNDARY, field="real_page_table")
+def off_by_one(wrapped: Wrapper) -> None:
+    wrapped.target.add_(1)
 
 
-@fault(
+@spoils(
     "wrong_draft_offset",
     "lengths count the draft position from 0 instead of 1",
     D.DRAFT_OFFSET,
     field="dsa_seqlens_expanded",
     systems=RAGGED_DRAFTS,
 )
-class WrongDraftOffset(Wrapper):
-    def in_graph(self) -> None:
-        self.inner.in_graph()
-        self.target.sub_(1)
+def wrong_draft_offset(wrapped: Wrapper) -> None:
+    wrapped.target.sub_(1)
 
 
-@fault("rows_rolled", "each batch row gets its neighbour's length", D.REQUEST_MAP, field="cache_seqlens_int32")
-class RowsRolled(Wrapper):
-    def in_graph(self) -> None:
-        self.inner.in_graph()
-        self.target.copy_(self.target.roll(1, 0))
+@spoils("rows_rolled", "each batch row gets its neighbour's length", D.REQUEST_MAP, field="cache_seqlens_int32")
+def rows_rolled(wrapped: Wrapper) -> None:
+    wrapped.target.copy_(wrapped.target.roll(1, 0))
 
 
-@fault(
+@spoils(
     "table_of_first_page",
     "requests that share their first page are given one table (as a cache keyed by it would)",
     D.REQUEST_MAP,
     field="real_page_table",
     systems=("decode",),
 )
-class TableOfFirstPage(Wrapper):
+def table_of_first_page(wrapped: Wrapper) -> None:
     """Tables are remembered by their first page, so that requests which share it are given the longest one's."""
-
-    def in_graph(self) -> None:
-        self.inner.in_graph()
-        first = self.target[:, 0]
-        alike = first[:, None] == first
-        # Of two batch rows of one request the longer has every page of the shorter: that alone spoils nothing.
-        longest = torch.where(alike, self.inputs.seq_lens, -1).argmax(1)
-        self.target.copy_(self.target[longest])
+    first = wrapped.target[:, 0]
+    alike = first[:, None] == first
+    # Of two batch rows of one request the longer has every page of the shorter: that alone spoils nothing.
+    longest = torch.where(alike, wrapped.inputs.seq_lens, -1).argmax(1)
+    wrapped.target.copy_(wrapped.target[longest])
 
 
 @fault(
@@ -186,20 +177,17 @@ class UnclampedLength(Wrapper):
         self.target.copy_(lengths.reshape(-1))
 
 
-@fault(
+@spoils(
     "unclamped_window",
     "a row shorter than the draft gets a negative window length (padded_mode draft_extend)",
     D.OUT_OF_RANGE,
     field="swa_topk_lengths",
     systems=("padded",),
 )
-class UnclampedWindow(Wrapper):
+def unclamped_window(wrapped: Wrapper) -> None:
     """Only draft extend has rows of negative length (contract 7.1): nothing is spoiled in the other modes."""
-
-    def in_graph(self) -> None:
-        self.inner.in_graph()
-        lengths = self.outputs()["seq_lens_casual"]
-        self.target.copy_(torch.where(lengths < 0, lengths, self.target))
+    lengths = wrapped.outputs()["seq_lens_casual"]
+    wrapped.target.copy_(torch.where(lengths < 0, lengths, wrapped.target))
 
 
 @fault(
@@ -221,59 +209,49 @@ class WrappedOffset(Wrapper):
         flat[half:].copy_(kept)
 
 
-@fault(
+@spoils(
     "past_the_end",
     "one element is written past the end of a buffer",
     D.PAST_THE_END,
     field="dsa_cu_seqlens_k",
     anywhere=True,
 )
-class PastTheEnd(Wrapper):
-    def in_graph(self) -> None:
-        self.inner.in_graph()
-        _word_at(self.target, self.target.numel()).fill_(SMUGGLED)
+def past_the_end(wrapped: Wrapper) -> None:
+    _word_at(wrapped.target, wrapped.target.numel()).fill_(SMUGGLED)
 
 
-@fault(
+@spoils(
     "before_the_start",
     "one element is written before the start of a buffer",
     D.BEFORE_THE_START,
     field="dsa_cu_seqlens_k",
     anywhere=True,
 )
-class BeforeTheStart(Wrapper):
-    def in_graph(self) -> None:
-        self.inner.in_graph()
-        _word_at(self.target, -1).fill_(SMUGGLED)
+def before_the_start(wrapped: Wrapper) -> None:
+    _word_at(wrapped.target, -1).fill_(SMUGGLED)
 
 
-@fault(
+@spoils(
     "wider_bucket_rows", "a row of a shared table beyond the bucket is written", D.OTHER_BUCKET, field="page_table_1"
 )
-class WiderBucketRows(Wrapper):
+def wider_bucket_rows(wrapped: Wrapper) -> None:
     """Has an effect in every bucket but the widest, whose next row is a guard."""
-
-    def in_graph(self) -> None:
-        self.inner.in_graph()
-        if len(self.target) < max(len(sibling.target) for sibling in self.siblings):
-            _word_at(self.target, self.target.numel()).fill_(SMUGGLED)
+    if len(wrapped.target) < max(len(sibling.target) for sibling in wrapped.siblings):
+        _word_at(wrapped.target, wrapped.target.numel()).fill_(SMUGGLED)
 
 
-@fault(
+@spoils(
     "other_bucket",
     "a replay of one bucket writes a buffer that belongs to another",
     D.OTHER_BUCKET,
     field="dsa_cache_seqlens_int32",
     anywhere=True,
 )
-class OtherBucket(Wrapper):
+def other_bucket(wrapped: Wrapper) -> None:
     """The buckets captured after the first one write into the first one's buffer."""
-
-    def in_graph(self) -> None:
-        self.inner.in_graph()
-        first = self.siblings[0]
-        if first is not self:
-            first.target[:1].fill_(-SMUGGLED)
+    first = wrapped.siblings[0]
+    if first is not wrapped:
+        first.target[:1].fill_(-SMUGGLED)
 
 
 @fault(

@@ -25,12 +25,11 @@ from dsa_verify.subjects.adapters import deep_gemm
 from dsa_verify.subjects.adapters.sglang import backend_stubs, wheel
 from dsa_verify.subjects.adapters.sglang.backend_engine import Engine, StaticInput, captured_record, importable, leaves
 from dsa_verify.subjects.adapters.sglang.backend_stubs import BACKEND, KPOOL_INDEX, KPOOL_PLAN, MANAGER, PLANNER
+from dsa_verify.subjects.adapters.sglang.basic import KERNELS, POOLED_KERNELS
 from dsa_verify.subjects.adapters.traced import capability
 from dsa_verify.systems.indexer import WRITE_PLAN
 
 FORWARD: Final = "sglang.srt.model_executor.forward_batch_info"
-KERNELS: Final = "sglang.kernels.ops.attention.dsa.metadata"
-POOLED_KERNELS: Final = "sglang.kernels.ops.attention.dsa.kpool_metadata"
 MODULES: Final = (
     BACKEND,
     MANAGER,
@@ -88,10 +87,13 @@ class BackendSubject:
         self.ready_before_graph = tuple(field.name for field in self._layout)
 
     def before_replay(self) -> None:
+        self._refresh()
+        self._records = self._read()
+
+    def _refresh(self) -> None:
         self._lengths.update()
         self._requests.update()
         self._engine.refresh(self._batch, in_capture=False)
-        self._records = self._read()
 
     def _read(self) -> list[Any]:
         """The record of each leaf that the attention layers read now."""

@@ -15,8 +15,7 @@ from dsa_verify.subjects.adapters.sglang.backend_stubs import CONTEXT
 
 
 class StaticInput:
-    """An input as an engine holds it: int64 and contiguous. `tensor` is `source` where that is so already, else a
-    buffer that `update` fills from it."""
+    """An input as an engine holds it, int64 and contiguous: `tensor` is `source`, or a buffer that `update` fills."""
 
     def __init__(self, source: torch.Tensor):
         self._source = source

@@ -21,18 +21,16 @@ from dsa_verify.contract.layout import Layout
 from dsa_verify.contract.padded import LOW_RATIOS, PLACEHOLDER_MODES
 from dsa_verify.contract.subject import Buffers, Inputs
 from dsa_verify.subjects.adapters.sglang import wheel
-from dsa_verify.subjects.adapters.sglang.backend import FORWARD, BackendSubject
+from dsa_verify.subjects.adapters.sglang.backend import BackendSubject
 from dsa_verify.subjects.adapters.sglang.backend_engine import Engine, StaticInput
+from dsa_verify.subjects.adapters.sglang.padded import BLOCK, COMPRESSED, CORE
 
 BACKEND: Final = "sglang.srt.layers.attention.deepseek_v4_backend"
 POOL: Final = "sglang.srt.mem_cache.deepseek_v4_memory_pool"
-KERNELS: Final = "sglang.kernels.ops.attention.dsv4.attn_metadata_kernels"
-BLOCK_KERNELS: Final = "sglang.kernels.ops.speculative.dspark.dspark_attn_metadata"
-COMPRESSED: Final = "sglang.kernels.ops.attention.dsv4.metadata_kernel"
 # Functions with a form for each kind of device.
 DISPATCHED: Final = {
-    KERNELS: ("ExpandPrefillCausally", "BuildPageTablePositions", "BuildCausalSwaPageIndices"),
-    BLOCK_KERNELS: ("BuildBlockSeqLensCausal", "ComputeDsparkWindowGather", "BuildDsparkSwaPageIndices"),
+    CORE: ("ExpandPrefillCausally", "BuildPageTablePositions", "BuildCausalSwaPageIndices"),
+    BLOCK: ("BuildBlockSeqLensCausal", "ComputeDsparkWindowGather", "BuildDsparkSwaPageIndices"),
 }
 # Imported by the backend when its first record is made, which may be inside a capture.
 LATE: Final = ("sglang.kernels.ops.attention.flash_mla_interface",)
@@ -78,7 +76,7 @@ class PaddedBackend(BackendSubject):
 
     name = "sglang:padded_backend"
     cpu_answers = "a CUDA device"
-    modules = (BACKEND, POOL, KERNELS, BLOCK_KERNELS, COMPRESSED, *LATE)
+    modules = (BACKEND, POOL, CORE, BLOCK, COMPRESSED, *LATE)
 
     @classmethod
     def provenance(cls) -> Mapping[str, str]:
@@ -92,7 +90,7 @@ class PaddedBackend(BackendSubject):
         return {field.name: why for field in layout if (why := _why_not(field.name, mode)) is not None}
 
     def allocate(self, geometry: Geometry, inputs: Inputs, buffers: Buffers) -> None:
-        self._geometry = geometry
+        self._geometry, self.forward_mode = geometry, FORWARD_MODES[geometry.padded_mode]
         self._locations = StaticInput(inputs.out_cache_loc)
         missing = self.not_covered(buffers.layout, inputs.seq_lens.device)
         covered = buffers.layout.without(missing)
@@ -104,9 +102,7 @@ class PaddedBackend(BackendSubject):
 
     def before_replay(self) -> None:
         self._locations.update()
-        self._lengths.update()
-        self._requests.update()
-        self._engine.refresh(self._batch, in_capture=False)
+        self._refresh()
 
     def in_graph(self) -> None:
         """The derived tensors of decode and verify, the window of a draft block."""
@@ -166,21 +162,12 @@ class PaddedBackend(BackendSubject):
         return backend
 
     def _forward_batch(self, inputs: Inputs) -> Any:
-        geometry, tokens = self._geometry, self._layout.tokens
-        mode = getattr(wheel.attribute(FORWARD, "ForwardMode"), FORWARD_MODES[geometry.padded_mode])
-        block = SimpleNamespace(draft_token_num=geometry.draft_tokens - 1, ragged_verify_layout=None)
-        return SimpleNamespace(
-            batch_size=self._layout.bucket,
-            forward_mode=mode,
-            actual_forward_mode=mode,
-            seq_lens=self._lengths.tensor,
-            req_pool_indices=self._requests.tensor,
-            out_cache_loc=self._locations.tensor,
-            positions=torch.zeros(tokens, dtype=torch.int64, device=inputs.seq_lens.device),
-            seq_lens_cpu=None,
-            seq_lens_sum=None,
-            spec_info=block if geometry.padded_mode == "draft_block" else None,
-        )
+        geometry, batch = self._geometry, super()._forward_batch(inputs)
+        batch.out_cache_loc = self._locations.tensor
+        batch.positions = torch.zeros(self._layout.tokens, dtype=torch.int64, device=inputs.seq_lens.device)
+        if geometry.padded_mode == "draft_block":
+            batch.spec_info = SimpleNamespace(draft_token_num=geometry.draft_tokens - 1, ragged_verify_layout=None)
+        return batch
 
 
 def _copy(name: str, made: torch.Tensor, copy: torch.Tensor) -> None:

@@ -29,10 +29,10 @@ from dsa_verify.subjects.pipelines.topk_plan import TopkPlanBuilder
 
 BACKEND: Final = "sglang.srt.layers.attention.dsa_backend"
 MANAGER: Final = "sglang.srt.layers.attention.dsa.dsa_metadata_manager"
-PRECOMPUTE: Final = "sglang.srt.layers.attention.dsa.dsa_backend_mtp_precompute"
-KPOOL_PLAN: Final = "sglang.srt.layers.attention.dsa.kpool_plan"
 KPOOL_INDEX: Final = "sglang.srt.layers.attention.dsa.kpool_fp8_index"
 PLANNER: Final = "sglang.kernels.ops.attention.dsv4.topk"
+PRECOMPUTE: Final = "sglang.srt.layers.attention.dsa.dsa_backend_mtp_precompute"
+KPOOL_PLAN: Final = "sglang.srt.layers.attention.dsa.kpool_plan"
 COPIES: Final = "sglang.kernels.ops.attention.dsa.fused_metadata_copy"
 CONTEXT: Final = "sglang.srt.runtime_context"
 

@@ -26,8 +26,7 @@ POOLED_KERNELS: Final = "sglang.kernels.ops.attention.dsa.kpool_metadata"
 
 
 class _Fused:
-    """The three modes have this in common. `function` is that of pool size 1, `pooled_module` and `function` + "_kpool"
-    that of the others."""
+    """The modes have this in common. `function`: of pool size 1; `pooled_module`, `function` + "_kpool": of others."""
 
     name = "sglang"
     function = ""

@@ -23,9 +23,9 @@ from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.layout import Layout
 from dsa_verify.contract.subject import Buffers, Inputs
 from dsa_verify.subjects.adapters.sglang import wheel
+from dsa_verify.subjects.adapters.sglang.backend_stubs import CONTEXT
 
 COMM: Final = "sglang.srt.layers.dcp.comm"
-CONTEXT: Final = "sglang.srt.runtime_context"
 INDEX: Final = "sglang.srt.layers.dcp.layout"
 KERNELS: Final = "sglang.kernels.ops.attention.dcp_kernels"
 PLATFORMS: Final = "sglang.srt.platforms"
@@ -79,6 +79,10 @@ class _OneFunction:
     def _bind(self) -> None:
         """Import what is needed and fix the buffers."""
         raise NotImplementedError
+
+    def _refuse_one_rank(self) -> None:
+        if len(self._ranks) == 1:
+            raise UsageError(f"subject {self.name!r}: dcp_size: 1 leaves it nothing to do; set dcp_size to 2 or more")
 
     def before_replay(self) -> None:
         """Do nothing, unless a subclass says otherwise."""
@@ -221,8 +225,7 @@ class Npu(_OneFunction):
     interleaves = True
 
     def _bind(self) -> None:
-        if len(self._ranks) == 1:
-            raise UsageError(f"subject {self.name!r}: dcp_size: 1 leaves it nothing to do; set dcp_size to 2 or more")
+        self._refuse_one_rank()
         self._remap = wheel.attribute(INDEX, "remap_dcp_sparse_indices")
 
     def in_graph(self) -> None:
@@ -255,9 +258,8 @@ class Columns(_OneFunction):
     def in_graph(self) -> None:
         self._buffers["selected_slots"].copy_(self._selected())
 
-    def _selected(self) -> torch.Tensor:
-        slots: torch.Tensor = self._gather(page_table=self._table, topk_indices=self._inputs.selected_positions)
-        return slots
+    def _selected(self) -> Any:
+        return self._gather(page_table=self._table, topk_indices=self._inputs.selected_positions)
 
     def explain(self, field: str, row: int, column: int, got: int, want: int) -> str | None:
         """Say whether `got` is what dense positions would have had there."""
@@ -313,24 +315,21 @@ class FarColumnsOfExtend(FarColumns):
         self._lens = [1] * bucket
         self._starts = torch.arange(bucket + 1, dtype=torch.int32, device=self._device)
 
-    def _selected(self) -> torch.Tensor:
-        slots: torch.Tensor = self._gather(
+    def _selected(self) -> Any:
+        return self._gather(
             page_table=self._table,
             topk_indices=self._inputs.selected_positions,
             extend_lens_cpu=self._lens,
             page_table_is_expanded=True,
             cu_seqlens_q=self._starts,
         )
-        return slots
 
 
 class _DenseColumns(Columns):
     """This gathers positions that lie densely, as an indexer leaves them."""
 
-    def _selected(self) -> torch.Tensor:
-        positions = self._inputs.selected_positions.contiguous()
-        slots: torch.Tensor = self._gather(page_table=self._table, topk_indices=positions)
-        return slots
+    def _selected(self) -> Any:
+        return self._gather(page_table=self._table, topk_indices=self._inputs.selected_positions.contiguous())
 
 
 def _room(entries: int, device: torch.device) -> torch.Tensor:
@@ -420,8 +419,7 @@ class MhaMerge(_Merge):
                 f"subject {self.name!r}: log_base: {self._geometry.log_base!r} is not what the MHA backends have; "
                 "set log_base=e"
             )
-        if len(self._ranks) == 1:
-            raise UsageError(f"subject {self.name!r}: dcp_size: 1 leaves it nothing to do; set dcp_size to 2 or more")
+        self._refuse_one_rank()
         self._merge = wheel.attribute(COMM, "cp_lse_ag_out_rs_mha")
         self._times = 1 if self._geometry.heads % len(self._ranks) == 0 else len(self._ranks)
 

@@ -46,7 +46,7 @@ def why_no_schedule(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"DeepGEMM builds schedules on a CUDA device only, and this run is on {device.type}"
     try:
-        deep_gemm.installed_variant(_architecture(device))
+        deep_gemm.installed_variant(torch.cuda.get_device_capability(device)[0] * 10)
         deep_gemm.check_importable()
     except UsageError as error:
         return str(error)
@@ -77,7 +77,7 @@ class Indexer:
         self._schedules = why_no_schedule(device) is None and any(map(is_schedule, buffers))
         self._plans = why_no_plan(device) is None and any(map(is_plan, buffers))
         if self._schedules:
-            _check_variant(geometry, device)
+            deep_gemm.check_variant(geometry, device)
 
     def builds(self, name: str) -> bool:
         """Return whether the field `name` is there and refreshed."""
@@ -91,8 +91,7 @@ class Indexer:
             deep_gemm.refresh(rows, self._buffers[name])
 
     def plan(self, name: str, lengths: torch.Tensor, *, in_place: bool) -> None:
-        """int32 `lengths` [rows] into the plan `name`, if it is covered. `in_place`: as pooled plans are refreshed, the
-        others being copied."""
+        """int32 `lengths` [rows] into the plan `name`, if covered. `in_place`: not copied, as pooled plans are not."""
         if not is_plan(name) or not self.builds(name):
             return
         plan_topk_v2 = wheel.attribute(PLANNER, "plan_topk_v2")
@@ -100,16 +99,3 @@ class Indexer:
             plan_topk_v2(lengths.to(torch.int32), out=self._buffers[name])
         else:
             self._buffers[name].copy_(plan_topk_v2(lengths))
-
-
-def _check_variant(geometry: Geometry, device: torch.device) -> None:
-    variant = deep_gemm.installed_variant(_architecture(device))
-    if variant.name != geometry.schedule:
-        raise UsageError(
-            f"schedule: the installed DeepGEMM builds {variant.name} schedules, the geometry says {geometry.schedule}; "
-            f"give --set schedule={variant.name}"
-        )
-
-
-def _architecture(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0] * 10

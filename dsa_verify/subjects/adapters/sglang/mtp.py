@@ -23,6 +23,7 @@ from dsa_verify.contract.kpool import pooled_indexer
 from dsa_verify.contract.layout import Layout
 from dsa_verify.contract.subject import Buffers, Inputs
 from dsa_verify.subjects.adapters.sglang import indexer, kpool, wheel
+from dsa_verify.subjects.adapters.sglang.backend_stubs import COPIES, MANAGER, PRECOMPUTE
 from dsa_verify.subjects.adapters.sglang.basic import KERNELS, POOLED_KERNELS, Decode
 from dsa_verify.subjects.adapters.sglang.indexer import Indexer
 from dsa_verify.subjects.adapters.sglang.kpool import KPool
@@ -30,9 +31,6 @@ from dsa_verify.systems import basic
 from dsa_verify.systems.indexer import WRITE_PLAN
 from dsa_verify.systems.mtp import destination_buffers, destinations
 
-COPIES: Final = "sglang.kernels.ops.attention.dsa.fused_metadata_copy"
-MANAGER: Final = "sglang.srt.layers.attention.dsa.dsa_metadata_manager"
-PRECOMPUTE: Final = "sglang.srt.layers.attention.dsa.dsa_backend_mtp_precompute"
 COPY_SOURCE: Final = "kernels/jit/csrc/elementwise/fused_metadata_copy.cuh"
 FUSED: Final = 3  # steps that one launch copies to; used from n > 3 on (contract 2.3)
 DECODE_MODE: Final = 0  # of the copy kernel
@@ -46,6 +44,8 @@ _COPIED: Final = (
     "dsa_cu_seqlens_k",
     "real_page_table",
 )
+# The same of SGLang's own record.
+_OF_PRECOMPUTED: Final = ("cache_seqlens", "cu_seqlens_k", "page_indices", "dsa_cache_seqlens", *_COPIED[4:])
 _RECORD_FIELDS: Final = (
     *_COPIED,
     "dsa_seqlens_expanded",
@@ -182,7 +182,9 @@ class Mtp(_Steps):
         together = FUSED if len(self._steps) >= FUSED else 0
         if together:
             records = [step.decode_cuda_graph_metadata[self._batch] for step in self._steps[:together]]
-            copy_to_three(_of_precomputed(precomputed), records, self._batch, precomputed.max_len)
+            copy_to_three(
+                [getattr(precomputed, name) for name in _OF_PRECOMPUTED], records, self._batch, precomputed.max_len
+            )
             for step, record in zip(self._steps[:together], records, strict=True):
                 step.refresh_kpool(precomputed)
                 step.forward_metadata = record
@@ -251,8 +253,7 @@ class Copy:
 
 
 def compile_copies(geometry: Geometry) -> None:
-    """UsageError if a copy kernel cannot be compiled. SGLang would fall back on single copies, and say so in a line
-    that nobody reads."""
+    """UsageError if a copy kernel cannot be compiled: SGLang falls back on single copies, in a line nobody reads."""
     real = geometry.page_size > 1
     calls: list[tuple[str, tuple[object, ...]]] = [
         ("_jit_fused_metadata_copy_module", (DECODE_MODE, real, False)),
@@ -293,18 +294,6 @@ def _real(record: Any, source: Sequence[torch.Tensor | None]) -> torch.Tensor | 
     """Return the real table; with a page size of 1 there is one table, and it is copied once."""
     found: torch.Tensor | None = record.real_page_table if source[-1] is not None else None
     return found
-
-
-def _of_precomputed(record: Any) -> list[torch.Tensor | None]:
-    """The tensors that _COPIED names, of SGLang's own record."""
-    return [
-        record.cache_seqlens,
-        record.cu_seqlens_k,
-        record.page_indices,
-        record.dsa_cache_seqlens,
-        record.dsa_cu_seqlens_k,
-        record.real_page_table,
-    ]
 
 
 def new_record(geometry: Geometry, bucket: int, device: torch.device) -> Buffers:

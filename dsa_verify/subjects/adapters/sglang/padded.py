@@ -139,17 +139,9 @@ class Padded:
 
     def _rows_of_requests(self, ahead: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(lengths, requests) of all token rows, when each request is `ahead` tokens longer than it says."""
-        tokens = self._buffers.layout.tokens
-        rows = self._expand(
-            req_pool_indices=self._vector("req_pool_indices"),
-            seq_lens=self._vector("seq_lens") + ahead,
-            extend_seq_lens=self._extend_lens,
-            extend_start_loc=torch.arange(self._batch, dtype=torch.int32, device=self._device) * self._rows,
-            seq_lens_cpu=None,
-            extend_seq_lens_cpu=None,
-            num_tokens=tokens,
-            padded_num_tokens=tokens,
-        )
+        starts = torch.arange(self._batch, dtype=torch.int32, device=self._device) * self._rows
+        lengths, requests = self._vector("seq_lens") + ahead, self._vector("req_pool_indices")
+        rows = token_rows_of(self._expand, requests, lengths, self._extend_lens, starts, self._buffers.layout.tokens)
         return rows.seq_lens_casual, rows.req_pool_indices_repeated
 
     def _prepare(self, requests: torch.Tensor, lengths: torch.Tensor) -> Any:
@@ -274,6 +266,22 @@ class PaddedLowRatios(Padded):
                 page_size=self._geometry.page_size,
                 raw_indices=self._buffers[f"c{ratio}_full_raw_indices"],
             )
+
+
+def token_rows_of(
+    expand: Any, requests: torch.Tensor, lengths: torch.Tensor, extends: torch.Tensor, starts: torch.Tensor, tokens: int
+) -> Any:
+    """Return what `expand`, a form of ExpandPrefillCausally, makes of a batch of `tokens` token rows."""
+    return expand(
+        req_pool_indices=requests,
+        seq_lens=lengths,
+        extend_seq_lens=extends,
+        extend_start_loc=starts,
+        seq_lens_cpu=None,
+        extend_seq_lens_cpu=None,
+        num_tokens=tokens,
+        padded_num_tokens=tokens,
+    )
 
 
 def _fours(values: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, ...]]:

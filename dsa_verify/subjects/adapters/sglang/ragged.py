@@ -18,7 +18,7 @@ from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.layout import Layout
 from dsa_verify.contract.subject import Buffers, Inputs
 from dsa_verify.subjects.adapters.sglang import wheel
-from dsa_verify.subjects.adapters.sglang.padded import CORE
+from dsa_verify.subjects.adapters.sglang.padded import CORE, token_rows_of
 
 KERNELS: Final = "sglang.kernels.ops.speculative.ragged_verify_kernels"
 LAYOUT: Final = "sglang.srt.speculative.ragged_verify"
@@ -81,16 +81,8 @@ class RaggedVerify:
     def in_graph(self) -> None:
         out, inputs, tokens = self._buffers, self._inputs, self._buffers.layout.tokens
         lens = out["padded_verify_lens"]
-        rows = self._as_kernel(self._expand)(
-            req_pool_indices=inputs.req_pool_indices.contiguous(),
-            seq_lens=inputs.seq_lens + lens,
-            extend_seq_lens=lens,
-            extend_start_loc=out["extend_start_loc"],
-            seq_lens_cpu=None,
-            extend_seq_lens_cpu=None,
-            num_tokens=tokens,
-            padded_num_tokens=tokens,
-        )
+        requests, expand = inputs.req_pool_indices.contiguous(), self._as_kernel(self._expand)
+        rows = token_rows_of(expand, requests, inputs.seq_lens + lens, lens, out["extend_start_loc"], tokens)
         geometry = self._geometry
         prepared = self._as_kernel(self._build_lengths)(
             req_to_token=inputs.req_to_token,

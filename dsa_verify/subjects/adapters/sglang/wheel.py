@@ -21,8 +21,8 @@ from typing import Any, Final
 
 import torch
 
-from dsa_verify.base.device import package_version
 from dsa_verify.base.errors import NothingVerified, UsageError
+from dsa_verify.base.version import package_version
 from dsa_verify.subjects.adapters.traced import digest, toolchain
 
 PACKAGE: Final = "sglang"

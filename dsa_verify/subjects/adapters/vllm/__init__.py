@@ -12,60 +12,36 @@ _PACKAGE: Final = "dsa_verify.subjects.adapters.vllm"
 _COMPILES: Final = "kernels of its preparation are made anew for values of a batch, 2 to 4 in 272 replays on an H200"
 
 
-def _subject(name: str, system: str, place: str, summary: str) -> EngineSubject:
-    """`place`: module of this package and attribute, "basic:Decode"."""
-    return EngineSubject(
-        name=f"vllm:{name}", system=system, reference=f"{_PACKAGE}.{place}", summary=summary, compiles=_COMPILES
-    )
+def _subjects(system: str, **rows: tuple[str, str]) -> dict[str, EngineSubject]:
+    """Return the subjects of `system` by name: the place (module of this package and attribute) and the summary."""
+    return {
+        name: EngineSubject(
+            name=f"vllm:{name}", system=system, reference=f"{_PACKAGE}.{place}", summary=summary, compiles=_COMPILES
+        )
+        for name, (place, summary) in rows.items()
+    }
 
 
 # By the name after the colon.
 SUBJECTS: Final[Mapping[str, EngineSubject]] = MappingProxyType(
-    {
-        subject.name.partition(":")[2]: subject
-        for subject in (
-            _subject(
-                "decode",
-                "decode",
-                "basic:Decode",
-                "a decode step: the runner's preparation, then the indexer's builder",
-            ),
-            _subject(
-                "draft_decode",
-                "decode",
-                "draft_decode:DraftDecode",
-                "a draft model's decode step, updated in place inside the graph",
-            ),
-            _subject(
-                "target_verify",
-                "target_verify",
-                "basic:TargetVerify",
-                "a verify step, laid out as vLLM decides on this machine",
-            ),
-            _subject(
-                "target_verify_flat", "target_verify", "basic:TargetVerifyFlat", "a verify step, a row a query token"
-            ),
-            _subject(
-                "target_verify_varlen",
-                "target_verify",
-                "basic:TargetVerifyVarlen",
-                "a verify step whose queries the device knows",
-            ),
-            _subject(
-                "draft_extend", "draft_extend", "basic:DraftExtend", "the draft model's first step, a row a query token"
-            ),
-            _subject(
-                "draft_extend_varlen",
-                "draft_extend",
-                "basic:DraftExtendVarlen",
-                "that step where the device knows the queries",
-            ),
-            _subject(
-                "draft_extend_adaptive",
-                "draft_extend",
-                "basic:DraftExtendAdaptive",
-                "that step where the host knows only the sum of the queries",
-            ),
-        )
-    }
+    _subjects(
+        "decode",
+        decode=("basic:Decode", "a decode step: the runner's preparation, then the indexer's builder"),
+        draft_decode=("draft_decode:DraftDecode", "a draft model's decode step, updated in place inside the graph"),
+    )
+    | _subjects(
+        "target_verify",
+        target_verify=("basic:TargetVerify", "a verify step, laid out as vLLM decides on this machine"),
+        target_verify_flat=("basic:TargetVerifyFlat", "a verify step, a row a query token"),
+        target_verify_varlen=("basic:TargetVerifyVarlen", "a verify step whose queries the device knows"),
+    )
+    | _subjects(
+        "draft_extend",
+        draft_extend=("basic:DraftExtend", "the draft model's first step, a row a query token"),
+        draft_extend_varlen=("basic:DraftExtendVarlen", "that step where the device knows the queries"),
+        draft_extend_adaptive=(
+            "basic:DraftExtendAdaptive",
+            "that step where the host knows only the sum of the queries",
+        ),
+    )
 )

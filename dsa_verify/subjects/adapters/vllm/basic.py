@@ -42,8 +42,7 @@ _COVERED: Final = (
 
 
 class _Step:
-    """The three modes have this in common. `flatten`, `varlen`: how decode metadata is laid out; None: as vLLM decides
-    on this machine."""
+    """The modes have this in common. `flatten`, `varlen`: how decode metadata is laid out; None: vLLM decides."""
 
     name = "vllm"
     flatten: ClassVar[bool | None] = None

@@ -103,7 +103,7 @@ class _Finder(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = _StandIn(spec.name)
-        module.__dict__.update(_answers(spec.name))
+        module.__dict__.update(_ANSWERS.get(spec.name, dict)())
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -191,19 +191,6 @@ class Platform:
         return torch.cuda.get_device_properties(device or 0).multi_processor_count if self._cuda else 132
 
 
-def _answers(module: str) -> dict[str, Any]:
-    answers = _ANSWERS.get(module)
-    return answers() if answers is not None else {}
-
-
-def _logger_module() -> dict[str, Any]:
-    return {"init_logger": _Logger, "logger": _Logger(PACKAGE)}
-
-
-def _platforms() -> dict[str, Any]:
-    return {"current_platform": Platform()}
-
-
 def _triton_utils() -> dict[str, Any]:
     import triton
     import triton.language as tl
@@ -224,15 +211,11 @@ def _torch_utils() -> dict[str, Any]:
     return {"PIN_MEMORY": False, "async_tensor_h2d": async_tensor_h2d}
 
 
-def _import_utils() -> dict[str, Any]:
-    return {"has_deep_gemm": lambda: importlib.util.find_spec("deep_gemm") is not None}
-
-
 _ANSWERS: Final[dict[str, Callable[[], dict[str, Any]]]] = {
-    "vllm.logger": _logger_module,
-    "vllm.platforms": _platforms,
+    "vllm.logger": lambda: {"init_logger": _Logger, "logger": _Logger(PACKAGE)},
+    "vllm.platforms": lambda: {"current_platform": Platform()},
     "vllm.triton_utils": _triton_utils,
     "vllm.utils.platform_utils": _platform_utils,
     "vllm.utils.torch_utils": _torch_utils,
-    "vllm.utils.import_utils": _import_utils,
+    "vllm.utils.import_utils": lambda: {"has_deep_gemm": lambda: importlib.util.find_spec("deep_gemm") is not None},
 }

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import torch
 
-from dsa_verify.base.device import package_version
 from dsa_verify.base.errors import UsageError
+from dsa_verify.base.version import package_version
 from dsa_verify.subjects.adapters.traced import digest, toolchain
 from dsa_verify.subjects.adapters.vllm import standins
 

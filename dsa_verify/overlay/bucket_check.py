@@ -1,6 +1,6 @@
-"""Lane: everything of one bucket that a check of the overlay touches, and the check itself.
+"""BucketCheck: everything of one bucket that a check of the overlay touches, and the check itself.
 
-Lifetimes. What is *taken* from the server (inputs, the rows of its request map, outputs) lies in buffers of the lane,
+Lifetimes. What is *taken* from the server (inputs, the rows of its request map, outputs) lies in buffers of the check,
 written on the server's stream and read on the overlay's own. What is *wanted* comes from the oracle, over the inputs
 that were taken, or from the server's own preparation, which rewrites the live outputs in place before they are put
 back. What was wanted in the check *before* is kept, because a wrong value is most often an old one. *Evidence* is a
@@ -18,18 +18,17 @@ import torch
 from dsa_verify.base.errors import UsageError
 from dsa_verify.buffers.arena import Arena
 from dsa_verify.buffers.region import Control, Region, field_regions
-from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.layout import DTYPE_BYTES, Compare, Layout
 from dsa_verify.contract.subject import Subject
-from dsa_verify.contract.system import System
 from dsa_verify.judge.judge import Judge, Phase, Tally
 from dsa_verify.judge.normalise import SortedItems
 from dsa_verify.judge.output_check import no_view
 from dsa_verify.overlay.copies import GroupedCopy, copy_plainly
 from dsa_verify.overlay.inputs import LegalInputs, Taken, token_columns
-from dsa_verify.overlay.launch import Facts, OwnStream
+from dsa_verify.overlay.launch import Facts, Mailbox, OwnStream
 from dsa_verify.overlay.piece import Piece
 from dsa_verify.overlay.ring import CaptureRing
+from dsa_verify.overlay.setup import Setup, compared
 from dsa_verify.overlay.sources import Sources
 from dsa_verify.replay.replayer import ORACLE_WORD
 from dsa_verify.systems.indexer import WRITE_PLAN
@@ -39,36 +38,19 @@ _PAGES: Final = "pages"
 _OLD: Final = "before."
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """All lanes of an overlay have this in common. `fields`: those that are compared (None: all of the layout).
-    `input_paths`, `output_paths`: where the server has them. `reference`: the server's own preparation, None for the
-    oracle. `check_pad_rows`: whether pad rows of inputs must hold their pad values. `max_bytes`: what one lane may
-    allocate."""
-
-    system: System
-    geometry: Geometry
-    fields: tuple[str, ...] | None
-    input_paths: Mapping[str, str] | None
-    output_paths: Mapping[str, str] | None
-    reference: Callable[[int, int], None] | None
-    check_pad_rows: bool
-    max_bytes: int
-
-
 class ReferenceFailed(Exception):
     """The server's own preparation raised; what was live before is live again."""
 
 
-class Lane:
+class BucketCheck:
     """Opened on the tensors of one bucket, which its graphs read from then on; opening it synchronises.
 
-    UsageError for tensors that cannot be those of the layout, or a lane that would need more than `plan.max_bytes`.
+    UsageError for tensors that cannot be those of the layout, or a check that would need more than `setup.max_bytes`.
     """
 
     def __init__(
         self,
-        plan: Plan,
+        setup: Setup,
         bucket: int,
         inputs: Any,
         outputs: Any,
@@ -78,13 +60,13 @@ class Lane:
         stream: OwnStream,
         ring: CaptureRing | None,
     ):
-        self.plan, self.bucket, self.ring, self._stream = plan, bucket, ring, stream
-        self.layout = plan.system.layout(plan.geometry, bucket)
-        judged = _judged(self.layout, plan.fields)
-        self.inputs = Sources.of_inputs(self.layout, inputs, plan.input_paths)
+        self.setup, self.bucket, self.ring, self._stream = setup, bucket, ring, stream
+        self.layout = setup.system.layout(setup.geometry, bucket)
+        judged = compared(self.layout, setup.fields)
+        self.inputs = Sources.of_inputs(self.layout, inputs, setup.input_names)
         # The server's own preparation writes more than what is compared; all of that has to be put back.
-        written = self.layout if plan.reference is not None else judged
-        self.outputs = Sources.of_outputs(written, outputs, plan.output_paths)
+        written = self.layout if setup.reference is not None else judged
+        self.outputs = Sources.of_outputs(written, outputs, setup.output_names)
         self.judged = _separate(judged, self.outputs.bound)
         self._also = list(also)
         self.device = self.inputs.device
@@ -98,7 +80,7 @@ class Lane:
             ring.freeze()  # what follows runs everything once
         self._build(facts.number)
         # Here, since memory that is pinned while the server runs would hold it up.
-        self.counters, self.evidence = stream.mailbox(self._counted()), stream.mailbox(self._evidence)
+        self.counters, self.evidence = Mailbox(stream, self._counted()), Mailbox(stream, self._evidence)
         self._forget()
         if ring is not None and frozen is not None:
             ring.frozen.copy_(frozen)
@@ -113,7 +95,7 @@ class Lane:
 
     # The check -----------------------------------------------------------------------------------------------------
 
-    def check(self, number: int, raw: int, inputs: Any, outputs: Any, also: Sequence[torch.Tensor]) -> dict[str, str]:
+    def run(self, number: int, raw: int, inputs: Any, outputs: Any, also: Sequence[torch.Tensor]) -> dict[str, str]:
         """Launch the check of replay `number`, waiting for nothing; by name, which outputs have moved, and how.
 
         Raises UsageError for tensors that cannot be those of the layout, ReferenceFailed.
@@ -133,9 +115,9 @@ class Lane:
         server = self._stream.before_taking()
         self._facts.send(number, raw)
         take()
-        if self.plan.reference is not None:
+        if self.setup.reference is not None:
             try:
-                self.plan.reference(raw, self.bucket)
+                self.setup.reference(raw, self.bucket)
                 collect()
             except Exception as error:
                 raise ReferenceFailed(f"the reference raised {type(error).__name__}: {error}") from error
@@ -174,19 +156,19 @@ class Lane:
 
     def _check_size(self) -> None:
         output_bytes = sum(field.elements * DTYPE_BYTES[field.dtype] for field in self.layout)
-        request_map = 4 * self.bucket * token_columns(self.plan.geometry)
+        request_map = 4 * self.bucket * token_columns(self.setup.geometry)
         # Taken, wanted, wanted before, and the evidence of these three.
         needed = 6 * output_bytes + request_map
-        if needed > self.plan.max_bytes:
+        if needed > self.setup.max_bytes:
             raise UsageError(
-                f"bucket {self.bucket}: a check needs {needed >> 20} MiB, the limit is {self.plan.max_bytes >> 20}; "
+                f"bucket {self.bucket}: a check needs {needed >> 20} MiB, the limit is {self.setup.max_bytes >> 20}; "
                 "raise max_bytes, or lower the geometry's context"
             )
 
     def _allocate(self) -> None:
         bound, device = self.inputs.bound, self.device
         values = _like({name: bound[name] for name in bound if name not in ("req_to_token", "full_to_swa")})
-        rows = torch.zeros((self.bucket, token_columns(self.plan.geometry)), dtype=torch.int32, device=device)
+        rows = torch.zeros((self.bucket, token_columns(self.setup.geometry)), dtype=torch.int32, device=device)
         self.taken = Taken(values=values, rows=rows, full_to_swa=bound.get("full_to_swa"))
         self.got = _like(self.outputs.bound)
         self._saved = [_zeros(tensor) for tensor in self._also]
@@ -195,17 +177,17 @@ class Lane:
             self.taken,
             request_rows=bound["req_to_token"].shape[0],
             raw=self.raw,
-            check_pad_rows=self.plan.check_pad_rows,
+            check_pad_rows=self.setup.check_pad_rows,
         )
         self.want: Mapping[str, torch.Tensor] = _like(self.outputs.bound)
-        if self.plan.reference is None:
+        if self.setup.reference is None:
             self.want = Arena([self.layout.for_oracle()], device, ORACLE_WORD).at(self.bucket)
 
     def _open_oracle(self) -> Subject | None:
-        if self.plan.reference is not None:
+        if self.setup.reference is not None:
             return None
-        oracle = self.plan.system.make_oracle()
-        oracle.allocate(self.plan.geometry, self.legal.inputs, self.want)  # type: ignore[arg-type]
+        oracle = self.setup.system.make_oracle()
+        oracle.allocate(self.setup.geometry, self.legal.inputs, self.want)  # type: ignore[arg-type]
         return oracle
 
     def _idle_values(self) -> Tensors:
@@ -213,7 +195,7 @@ class Lane:
         if self._oracle is None:
             return {}
         for name, value in self.taken.values.items():
-            value.fill_(self.legal.spec(name).pad)
+            value.fill_(self.legal.specs[name].pad)
         self.taken.rows.zero_()
         self.legal.update()
         self._oracle.in_graph()
@@ -222,13 +204,12 @@ class Lane:
     def _exchanges(
         self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
     ) -> Iterator[list[Piece]]:
-        """Yield the pieces that take everything from the server, that collect what its preparation made, that restore
-        it."""
+        """Yield the pieces that take all from the server, that collect what its preparation made, that restore it."""
         take = [Piece.of(to, inputs[name]) for name, to in self.taken.values.items()]
         columns = self.taken.rows.shape[1]
         take.append(Piece.of(self.taken.rows, inputs["req_to_token"][:, :columns], inputs["req_pool_indices"]))
         live = [(self.got[name], tensor) for name, tensor in outputs.items()]
-        if self.plan.reference is not None:
+        if self.setup.reference is not None:
             live += zip(self._saved, self._also, strict=True)
         yield take + [Piece.of(to, source) for to, source in live]
         yield [Piece.of(self.want[name], tensor) for name, tensor in outputs.items()]
@@ -259,7 +240,7 @@ class Lane:
         self._take = self._stream.capture(take.launch)
         self._collect: Callable[[], None] = _do_nothing
         self._restore: Callable[[], None] = _do_nothing
-        if self.plan.reference is not None:
+        if self.setup.reference is not None:
             self._collect = self._stream.capture(collect.launch)
             self._restore = self._stream.capture(restore.launch)
         self._judge = self._stream.capture(self._judge_what_was_taken)
@@ -268,7 +249,7 @@ class Lane:
         self, got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor], control: Control
     ) -> list[Region]:
         regions = field_regions(self.judged, got, want, control)
-        if self.plan.reference is None:
+        if self.setup.reference is None:
             return regions
         # Unlike an oracle, the server's own preparation writes each of a request's identical rows.
         return [dataclasses.replace(region, want_per_request=False) for region in regions]
@@ -279,7 +260,7 @@ class Lane:
         old = {_OLD + name: value for name, value in now.items()}
         old |= {_OLD + name: value for name, value in compared.items() if name.startswith("want.")}
         self._before = _like(old)
-        pages = -(-self.taken.rows.shape[1] // self.plan.geometry.allocator_page)
+        pages = -(-self.taken.rows.shape[1] // self.setup.geometry.allocator_page)
         self._page_list = torch.zeros((self.bucket, pages), dtype=torch.int32, device=self.device)
         kept = {**now, **compared, **self._before, _PAGES: self._page_list, "beyond_pool": self.legal.beyond_pool}
         self._evidence = _like(kept)
@@ -289,18 +270,9 @@ class Lane:
 
     def _recorder(self, number: torch.Tensor) -> Callable[[], None]:
         if self.ring is None:
-            return lambda: None
+            return _do_nothing
         index = torch.arange(self.bucket, device=self.device)
-        ends = torch.zeros(self.bucket, dtype=torch.int32, device=self.device)
-        write = self.ring.writer(self.layout, self.taken.values, self.taken.rows, index, ends, number, self.raw)
-        added = self.plan.system.drafted(self.plan.geometry)
-
-        def record() -> None:
-            live = (self.taken.values["seq_lens"].long() + added).clamp(0, self.taken.rows.shape[1])
-            ends.copy_(live.masked_fill_(index >= self.raw, 0))
-            write()
-
-        return record
+        return self.ring.writer(self.layout, self.taken.values, self.taken.rows, index, number, self.raw)
 
     # On the overlay's own stream -----------------------------------------------------------------------------------
 
@@ -321,7 +293,7 @@ class Lane:
         self.by_raw[0].add_(mine)
         self.by_raw[1].add_(mine & wrong)
         self._go.copy_(wrong & (self.kept == 0))
-        page = self.plan.geometry.allocator_page
+        page = self.setup.geometry.allocator_page
         torch.div(self.taken.rows[:, ::page], page, rounding_mode="floor", out=self._page_list)
         self._copy_evidence.launch()
         self._copy_before.launch()
@@ -330,27 +302,14 @@ class Lane:
             self.ring.frozen.copy_(self.ring.frozen | self._go)
 
     def _name_requests(self) -> None:
-        """Name the requests as the server does: the oracle numbers requests by batch row; the one field that holds them
-        holds the server's."""
+        """Name requests as the server does in the one field that holds them: the oracle numbers them by batch row."""
         for field in self.layout:
             if field.name.endswith(WRITE_PLAN + "req"):
                 self.want[field.name].copy_(self.legal.requests)
 
 
-def _judged(layout: Layout, names: tuple[str, ...] | None) -> Layout:
-    """Return the fields of `layout` that are compared; a view whose owner is not among them is compared as itself."""
-    unknown = [name for name in names or () if name not in layout]
-    if unknown or names == ():
-        raise UsageError(
-            f"fields: {', '.join(unknown) or 'none are named'}; the fields of {layout.system} are "
-            f"{', '.join(field.name for field in layout)}"
-        )
-    return layout.without([field.name for field in layout if names is not None and field.name not in names])
-
-
 def _separate(judged: Layout, outputs: Mapping[str, torch.Tensor]) -> Layout:
-    """Return `judged` without aliases that are no views in `outputs`: a server may keep them apart, and each is then
-    compared as itself."""
+    """Return `judged` without aliases that are no views in `outputs`: a server that keeps both has each compared."""
     fields = tuple(
         dataclasses.replace(field, alias=None)
         if field.alias is not None and no_view(field, outputs[field.name], outputs[field.alias])

@@ -1,4 +1,4 @@
-"""Beyond waivers: words of a field that a waiver covers on the device, but that are not what it is for."""
+"""Not waived: words of a field that a waiver covers on the device, but that are not what it is for."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dsa_verify.diagnosis.other_findings import new_finding
 from dsa_verify.judge.judge import Difference
 from dsa_verify.replay.bucket import CapturedBucket
 from dsa_verify.replay.setup import ReplaySetup
-from dsa_verify.waivers.mask import WaivedWords
+from dsa_verify.waivers.mask import WaiverMask
 
 Covered = tuple[int, str]  # a bucket, and the key of a waiver that covered words of it
 
 
-def beyond_waivers(
+def not_waived(
     setup: ReplaySetup, captured: CapturedBucket, evidence: Evidence, known: set[str | None], waived: set[Covered]
 ) -> list[Account]:
     """Return an account for each field, but those `known`, of which a waiver covers words that are not what it is for.
@@ -47,7 +47,7 @@ def beyond_waivers(
 
 
 def _other_differences(
-    words: WaivedWords, evidence: Evidence, differences: Sequence[Difference], captured: CapturedBucket
+    words: WaiverMask, evidence: Evidence, differences: Sequence[Difference], captured: CapturedBucket
 ) -> list[Difference]:
     """Return those of `differences` that are not what the waiver of `words` is for, each explained by itself."""
     waiver = words.waiver
