@@ -180,7 +180,8 @@ class _Draw:
 
     @property
     def _ragged(self) -> bool:
-        """Return whether rounds say how many tokens each request verifies, within a graph's token rows (contract 9)."""
+        """Return whether rounds say how many tokens each request verifies, within the token rows of a graph (contract
+        9)."""
         return "verify_lens" in self.system.lens(self.base)
 
     @property

@@ -241,7 +241,8 @@ def _in_turn(rounds: tuple[int, int, int], i: int, raw: int) -> int:
 
 
 def _script_extends(config: Config, i: int, raw: int) -> tuple[int, ...] | None:
-    """Return lengths that are ragged with a zero in some rounds, all 0 in one; else N, or where rounds say none."""
+    """Return lengths that are ragged with a zero in some rounds, nothing at all in one; all N otherwise, or where
+    rounds do not say them."""
     if "extend_lens" not in config.system.lens(config.geometry) or i not in (*_RAGGED, _NONE_EXTENDS):
         return None
     row = np.arange(raw)
@@ -403,7 +404,8 @@ def _verify_lens(config: Config, rng: np.random.Generator, bucket: Array, live: 
 def _floors(
     config: Config, rng: np.random.Generator, lengths: Array, requests: Array, live: npt.NDArray[np.bool_]
 ) -> Array:
-    """Return 0 of half of the request rows; else around the window of one of the row's lengths in this round."""
+    """Return 0 of half of the request rows; else around the window of one of the lengths that the row has in this
+    round."""
     geometry, pad = config.geometry, config.geometry.replay_floor
     if not config.system.floors(geometry):
         return np.full_like(lengths, pad)
