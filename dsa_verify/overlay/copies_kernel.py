@@ -19,8 +19,7 @@ _COLUMNS: Final = 10
 
 
 class CopyTable:
-    """The table holds `pieces` and their tiles, uploaded once. `when`: int32 [1], nothing is copied while it is 0
-    (None: always)."""
+    """The table holds `pieces` and their tiles, uploaded once. `when`: int32 [1], 0: copy nothing (None: always)."""
 
     def __init__(self, pieces: Sequence[Piece], device: torch.device, when: torch.Tensor | None):
         self._kept = list(pieces)  # the table holds bare addresses: keep what they point to

@@ -30,8 +30,7 @@ SLOTS_REGION: Final = "req_to_token"
 
 
 def input_specs(system: System, geometry: Geometry) -> tuple[StaticInput, ...]:
-    """Return the inputs with rows of the batch that a server has; UsageError for a system whose outputs depend on
-    more."""
+    """Return the inputs with rows of the batch that a server has; UsageError if outputs depend on more than these."""
     if system.unknowable:
         raise UsageError(f"system {system.name!r}: {system.unknowable}; use dsa-verify replay")
     return system.inputs(geometry)

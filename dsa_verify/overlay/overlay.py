@@ -1,8 +1,7 @@
 """Overlay: checks the metadata of a live server, for the first n replays or one in m, and changes nothing of it.
 
-Attached where metadata has just been prepared, it takes a copy of the inputs and of the metadata and compares them
-with a reference: the oracle of a system, over the inputs that were taken and in buffers of its own, or the server's
-own ordinary preparation, which rewrites the live metadata in place and after which every bit is put back.
+Attached where metadata has just been prepared, it compares a copy of inputs and metadata with one of two references
+(docs/overlay.md): the oracle of a system, or the server's own ordinary preparation.
 
 A check waits for nothing. On the server's stream it takes (one copy); the oracle and the judge run on another stream
 beside what the server does next, out of CUDA graphs that belong to the overlay. Results are collected by `poll`, which

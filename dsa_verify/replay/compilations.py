@@ -21,8 +21,7 @@ _HARNESS: Final = ("dsa_verify.buffers.region_kernels", "dsa_verify.overlay.")
 class Compilation:
     """One form of `kernel` (module and name). `arguments`: by name, the class of values it was made for. `before`:
     those of the most similar form there was; None if it is the first. `round`, `bucket`: what was replayed then, if
-    anything.
-    """
+    anything."""
 
     kernel: str
     arguments: Mapping[str, str]

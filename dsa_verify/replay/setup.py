@@ -31,9 +31,8 @@ _FOREIGN_STREAM: Final = 0xF0  # so that these draws are none of those that make
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySetup:
-    """`subject` names what `factory` makes, so that a case can name it; `fault` is planted around it. `not_covered`:
-    by field that is not compared in any bucket that has it, why. `waivers`: those of `ledger` that apply.
-    """
+    """`subject` names what `factory` makes, so that a case can name it; `fault` is planted around it. `not_covered`: by
+    field that is not compared in any bucket that has it, why. `waivers`: those of `ledger` that apply."""
 
     system: System
     geometry: Geometry

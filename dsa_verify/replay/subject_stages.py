@@ -31,8 +31,7 @@ class SubjectError(DsaVerifyError):
 
 
 class SubjectStages:
-    """The stages of one replayer. `slots`: the record of this process (progress.py). `round`, `bucket`: of the round in
-    progress, or of the last one."""
+    """The stages of one replayer. `slots`: this process's record (progress.py). `round`, `bucket`: the last round's."""
 
     def __init__(self, widest: int) -> None:
         self.slots, self._is_original = progress.current().slots, progress.mark_process()

@@ -66,8 +66,7 @@ class Edge:
 
 
 def edges(system: System, geometry: Geometry, *, seed: int, fixed: frozenset[str]) -> list[Edge]:
-    """Return the edges of `system` in the order of EdgeKind; one that needs other values than `fixed` fields of
-    `geometry` have is left out."""
+    """Return the edges of `system` in the order of EdgeKind, but those that `fixed` fields of `geometry` exclude."""
     found = []
     for kind, batch, draft, changes in _SHAPES:
         settings = changes | {"draft_tokens": draft if system.drafts else 1}

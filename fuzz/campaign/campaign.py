@@ -53,8 +53,7 @@ END_WAIT_S: Final = SEE_WAIT_S + STOP_GRACE_S + KILL_WAIT_S
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The limits of one run of a campaign; others may follow with other limits. `max_rounds`: of the whole campaign,
-    rounded up to whole shards. None: no limit."""
+    """The limits of one run of a campaign. `max_rounds`: of the whole campaign, in whole shards. None: no limit."""
 
     budget_s: float | None
     max_rounds: int | None

@@ -245,8 +245,7 @@ class EngineSimulator:
         self._move(self.live[at].row)
 
     def share(self, at: int) -> None:
-        """A new request has a prefix of batch row `at`: in whole pages, on a row of its own, or it reads the row of the
-        other."""
+        """A new request has a prefix of batch row `at`: whole pages, on a row of its own, or it reads the other's."""
         if len(self.live) >= self.most:
             last = len(self.live) - 1
             self.finish(last if at != last else 0)

@@ -23,10 +23,9 @@ Spoil = Callable[[Wrapper], None]
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """`wrap(inner, field)` spoils `inner`; `field` is its default target. `diagnoses`: what it may be called.
-    `of_input`: the target is a static input, which the preparation (our filler) does not reset. `needs`:
-    what a geometry must have for `field` to be there. `anywhere`: it shows in any system beside those of ALL, too, in
-    which `field`, where there is none of that name, is the first that replays write.
-    """
+    `of_input`: the target is a static input, which the preparation (our filler) does not reset. `needs`: what a
+    geometry must have for `field` to be there. `anywhere`: it shows in any system beside those of ALL, too, in which
+    `field`, where there is none of that name, is the first that replays write."""
 
     name: str
     summary: str

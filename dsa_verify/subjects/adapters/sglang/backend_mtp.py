@@ -72,8 +72,7 @@ class MtpBackend(BackendSubject):
             )
 
     def _engine_for(self, geometry: Geometry, inputs: Inputs) -> Engine:
-        """A batch size has a backend to itself: its steps share their tables between batch sizes, and the layout of
-        mtp lets nothing be shared."""
+        """Each batch size has its own backend: steps share tables between batch sizes, which mtp's layout forbids."""
         return self._new_engine(geometry, inputs)
 
     def _construct(self, runner: Any, geometry: Geometry) -> Any:

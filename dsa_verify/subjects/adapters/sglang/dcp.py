@@ -167,8 +167,7 @@ class NopeWrite(_Write):
 
 
 class NopeWriteWithoutTriton(NopeWrite):
-    """`set_mla_kv_buffer_naive`, the same in torch for platforms that have no Triton. It waits for the device, so it is
-    run before the graph."""
+    """`set_mla_kv_buffer_naive`, the same in torch, for platforms without Triton. It waits, so it runs eagerly."""
 
     name = "sglang:dcp_nope_torch"
 
