@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 import triton
+import triton.language as tl
 
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.subject import Buffers, Inputs
@@ -41,6 +42,13 @@ def divide_tables(geometry: Geometry, batch: int, *, interpreted: bool) -> Divis
         group = min(INTERPRETED_GROUP, triton.next_power_of_2(batch))
         return Division(block=block, shares=shares, workers=1, group=group)
     return Division(block=block, shares=shares, workers=batch * shares, group=1)
+
+
+def _draft_lanes(mode: tl.constexpr, draft_tokens: int) -> int:
+    """Return lanes for the token rows of a request: a power of two."""
+    lanes: int = triton.next_power_of_2(draft_tokens)
+    # Triton 3.6 compiles no sum along an axis of one, over 32 requests or more, where lengths are loaded (EXTEND).
+    return lanes if mode is DECODE else max(lanes, 2)
 
 
 class InGraph:
@@ -105,7 +113,7 @@ class InGraph:
             SHARES=division.shares,
             BLOCK=division.block,
             LANES=min(REQUEST_LANES, triton.next_power_of_2(batch)),
-            DRAFT_LANES=triton.next_power_of_2(geometry.draft_tokens),
+            DRAFT_LANES=_draft_lanes(self.mode, geometry.draft_tokens),
             GROUP=division.group,
         )
 
