@@ -135,20 +135,36 @@ class Judge:
         )
 
     def _judge_region(self, index: int, region: Region, phase: Phase) -> None:
-        live = live_words(region)
-        want, checked = expected_words(region, live)
-        wrong = (region.got != want) & checked
+        checked, wrong = _compare(region)
         if region.kind is Kind.FIELD:
-            self._compared[index] += checked.sum() // region.words_per_element
-        count = int(wrong.sum())
+            words = region.got.numel() if checked is None else checked.count_nonzero()
+            self._compared[index] += words // region.words_per_element
+        count = int(wrong.count_nonzero()) if wrong is not None and wrong.any() else 0
         if not count:
             return
+        assert wrong is not None
+        want, _ = expected_words(region, live_words(region))
         start = int(self._differing[index])
         self._differing[index] += count
         places = wrong.nonzero()[: max(0, RING_ENTRIES - start)]
         for slot, (row, word) in enumerate(places.tolist(), start):
             entry = (int(self._round_index), int(phase), row, word, int(region.got[row, word]), int(want[row, word]))
             self._ring[index, slot] = torch.tensor(entry, dtype=torch.int32)
+
+
+def _compare(region: Region) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return (which words were compared, None for all; which of them are wrong, None for none), both [rows, words].
+
+    What `expected_words` says, without the tensors that most regions do not need: guards and inputs are compared as a
+    whole, and far more often than fields.
+    """
+    if region.want is None:
+        return None, region.got != region.constant
+    if region.live_rows is None and region.live_bound is None and not region.want_per_request:
+        return None, None if torch.equal(region.got, region.want) else region.got != region.want
+    live = live_words(region)
+    want, checked = expected_words(region, live)
+    return checked, (region.got != want) & checked
 
 
 def live_words(region: Region) -> torch.Tensor:
