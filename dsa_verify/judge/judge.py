@@ -127,14 +127,15 @@ class Judge:
         return Difference(region=region, round=round_, phase=Phase(phase), row=row, word=word, got=got, want=want)
 
     def _judge_region(self, index: int, region: Region, phase: Phase) -> None:
-        live = live_words(region)
-        want, checked = expected_words(region, live)
-        wrong = (region.got != want) & checked
+        checked, wrong = _compare(region)
         if region.kind is Kind.FIELD:
-            self._compared[index] += checked.sum() // region.words_per_element
-        count = int(wrong.sum())
+            words = region.got.numel() if checked is None else checked.count_nonzero()
+            self._compared[index] += words // region.words_per_element
+        count = int(wrong.count_nonzero()) if wrong is not None and wrong.any() else 0
         if not count:
             return
+        assert wrong is not None
+        want, _ = expected_words(region, live_words(region))
         start = int(self._differing[index])
         self._differing[index] += count
         places = wrong.nonzero()[: max(0, RING_ENTRIES - start)]
@@ -165,6 +166,21 @@ def wrong_words(region: Region) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (which words are wrong now, what each must be), both [rows, words]."""
     want, checked = expected_words(region, live_words(region))
     return (region.got != want) & checked, want
+
+
+def _compare(region: Region) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return (which words were compared, None for all; which of them are wrong, None for none), both [rows, words].
+
+    What `expected_words` says, without the tensors that most regions do not need: guards and inputs are compared as a
+    whole, and far more often than fields.
+    """
+    if region.want is None:
+        return None, region.got != region.constant
+    if region.live_rows is None and region.live_bound is None and not region.want_per_request:
+        return None, None if torch.equal(region.got, region.want) else region.got != region.want
+    live = live_words(region)
+    want, checked = expected_words(region, live)
+    return checked, (region.got != want) & checked
 
 
 def live_words(region: Region) -> torch.Tensor:

@@ -275,8 +275,11 @@ def _script_floors(config: Config, i: int, lengths: Array) -> Array:
 
 def _spare_pages(config: Config, lengths: Array, requests: Array) -> dict[int, int]:
     """Return by request row, how many of its first pages no batch row of it writes."""
+    spare: dict[int, int] = {}
     pages = config.system.pages_before_writes(config.geometry, lengths)
-    return {row: int(pages[requests == row].min()) for row in requests.tolist()}
+    for row, count in zip(requests.tolist(), pages.tolist(), strict=True):
+        spare[row] = min(count, spare.get(row, count))
+    return spare
 
 
 def _script_prefixes(
