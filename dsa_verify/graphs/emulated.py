@@ -33,6 +33,7 @@ from dsa_verify.graphs.forbidden import (
 from dsa_verify.graphs.interpreter import prepare_interpreter
 from dsa_verify.graphs.known_results import key_of, known_results, remember
 from dsa_verify.graphs.memory import Pool, TensorTable
+from dsa_verify.graphs.without_dynamo import import_no_dynamo, mend_references
 
 aten = torch.ops.aten
 ALLOCATIONS = frozenset(
@@ -110,6 +111,7 @@ class EmulatedBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        mend_references()
         if device.type == "cpu":
             prepare_interpreter()
 
@@ -148,6 +150,7 @@ def _only_capture() -> Iterator[None]:
         _capture_in_progress = False
 
 
+@import_no_dynamo
 class Recorder(TorchDispatchMode):
     """Turns the operations of a body into nodes."""
 
