@@ -11,10 +11,11 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from dsa_verify.graphs.interpreter_operands import remember_operands
 from dsa_verify.graphs.interpreter_types import remember_types
 
 
@@ -27,7 +28,9 @@ def prepare_interpreter() -> None:
     _leave_out_overflow_checks(interpreter)
     if list(inspect.signature(getattr(interpreter, "_patch_lang", print)).parameters) == ["fn"]:
         _patch_once_for_each_launch(interpreter)
-    remember_types(interpreter)
+    known = remember_types(interpreter)
+    if known is not None:
+        remember_operands(interpreter, known)
 
 
 def _keep_conditions_boolean(interpreter: ModuleType) -> None:
@@ -52,17 +55,13 @@ def _leave_out_overflow_checks(interpreter: ModuleType) -> None:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Change:
+class _Change(NamedTuple):
     """One attribute that a launch replaces, for as long as it runs."""
 
     owner: Any
     name: str
     before: Any
     after: Any
-
-    def is_undone(self) -> bool:
-        return getattr(self.owner, self.name, None) is self.before
 
 
 class _Language:
@@ -71,6 +70,8 @@ class _Language:
     def __init__(self, interpreter: ModuleType) -> None:
         language = interpreter.tl
         self._patch_lang: Callable[[Any], Any] = interpreter._patch_lang
+        self._semantic = interpreter.interpreter_semantic
+        self._marked_builtin = language.core.builtin(lambda: None).__code__
         self._all_names = SimpleNamespace(__globals__={"language": language, "core": language.core})
         self._changes: list[_Change] = []
         self._patched = False
@@ -80,23 +81,42 @@ class _Language:
         if self._patched:
             return _NothingToRestore()
         self._patched = True
-        if self._changes and all(change.is_undone() for change in self._changes):
-            for change in self._changes:
-                setattr(change.owner, change.name, change.after)
+        if self._changes and all(getattr(owner, name, None) is before for owner, name, before, _ in self._changes):
+            for owner, name, _, after in self._changes:
+                setattr(owner, name, after)
         else:
             self._changes = self._look_up()
         return self
 
     def restore(self) -> None:
         self._patched = False
-        for change in self._changes:
-            setattr(change.owner, change.name, change.before)
+        for owner, name, before, _ in self._changes:
+            setattr(owner, name, before)
 
     def _look_up(self) -> list[_Change]:
         before: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         for owner, name, value in self._patch_lang(self._all_names)._changes:
             before.setdefault((id(owner), name), (owner, name, value))
-        return [_Change(owner, name, value, vars(owner)[name]) for owner, name, value in before.values()]
+        changes = [
+            _Change(owner, name, value, self._direct(vars(owner)[name])) for owner, name, value in before.values()
+        ]
+        for owner, name, _, after in changes:
+            setattr(owner, name, after)
+        return changes
+
+    def _direct(self, interpreted: Any) -> Any:
+        """Return the function in `interpreted` without two more around it: one that gives it the interpreter, and one
+        that sees whether it was given. Of another release of Triton, or of what is no builtin, `interpreted` itself."""
+        builtin: Any = (getattr(interpreted, "__kwdefaults__", None) or {}).get("member")
+        if getattr(builtin, "__code__", None) is not self._marked_builtin:
+            return interpreted
+        function, semantic = builtin.__wrapped__, self._semantic
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        return call
 
 
 class _NothingToRestore:
