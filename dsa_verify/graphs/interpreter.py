@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dsa_verify.graphs.interpreter_operands import remember_operands
+from dsa_verify.graphs.interpreter_operands import Operands, remember_operands
 from dsa_verify.graphs.interpreter_types import remember_types
+
+CORE = "triton.language.core"  # where the operators of a tensor are, unless somebody has replaced one
 
 
 @functools.cache
@@ -26,11 +28,10 @@ def prepare_interpreter() -> None:
 
     _keep_conditions_boolean(interpreter)
     _leave_out_overflow_checks(interpreter)
-    if list(inspect.signature(getattr(interpreter, "_patch_lang", print)).parameters) == ["fn"]:
-        _patch_once_for_each_launch(interpreter)
     known = remember_types(interpreter)
-    if known is not None:
-        remember_operands(interpreter, known)
+    operands = None if known is None else remember_operands(interpreter, known)
+    if list(inspect.signature(getattr(interpreter, "_patch_lang", print)).parameters) == ["fn"]:
+        _patch_once_for_each_launch(interpreter, operands)
 
 
 def _keep_conditions_boolean(interpreter: ModuleType) -> None:
@@ -67,8 +68,9 @@ class _Change(NamedTuple):
 class _Language:
     """The interpreted functions of `triton.language`, looked up once and set for each launch."""
 
-    def __init__(self, interpreter: ModuleType) -> None:
+    def __init__(self, interpreter: ModuleType, operands: Operands | None) -> None:
         language = interpreter.tl
+        self._operands = operands
         self._patch_lang: Callable[[Any], Any] = interpreter._patch_lang
         self._semantic = interpreter.interpreter_semantic
         self._marked_builtin = language.core.builtin(lambda: None).__code__
@@ -98,13 +100,13 @@ class _Language:
         for owner, name, value in self._patch_lang(self._all_names)._changes:
             before.setdefault((id(owner), name), (owner, name, value))
         changes = [
-            _Change(owner, name, value, self._direct(vars(owner)[name])) for owner, name, value in before.values()
+            _Change(owner, name, value, self._direct(name, vars(owner)[name])) for owner, name, value in before.values()
         ]
         for owner, name, _, after in changes:
             setattr(owner, name, after)
         return changes
 
-    def _direct(self, interpreted: Any) -> Any:
+    def _direct(self, name: str, interpreted: Any) -> Any:
         """Return the function in `interpreted` without two more around it: one that gives it the interpreter, and one
         that sees whether it was given. Of another release of Triton, or of what is no builtin, `interpreted` itself."""
         builtin: Any = (getattr(interpreted, "__kwdefaults__", None) or {}).get("member")
@@ -116,7 +118,8 @@ class _Language:
             kwargs["_semantic"] = semantic
             return function(*args, **kwargs)
 
-        return call
+        is_an_operator = (function.__module__, function.__qualname__) == (CORE, f"tensor.{name}")
+        return call if self._operands is None or not is_an_operator else self._operands.shorten(name, call)
 
 
 class _NothingToRestore:
@@ -124,7 +127,7 @@ class _NothingToRestore:
         """Leave `triton.language` to the launch that patched it."""
 
 
-def _patch_once_for_each_launch(interpreter: ModuleType) -> None:
+def _patch_once_for_each_launch(interpreter: ModuleType, operands: Operands | None) -> None:
     """A launch replaces the functions of `triton.language` by interpreted ones and puts them back at its end. It
     searched the whole namespace for them each time, and so did each call of a device function inside it."""
-    vars(interpreter)["_patch_lang"] = _Language(interpreter).patch
+    vars(interpreter)["_patch_lang"] = _Language(interpreter, operands).patch

@@ -17,13 +17,25 @@ ROOM = 8192  # constants that are kept
 ELEMENTS_OF_A_CONSTANT = 4096  # at most; to fill a larger one takes longer than to look for it
 SIGNED = {"int32": 31, "int64": 63}  # bits beside the sign
 ONE_TYPE = {"int1", *SIGNED}  # two operands of one of these are computed in it
+# By operator of a tensor: what the interpreter computes it with, where both operands are signed integers of one type.
+ARITHMETIC = {"__add__": "create_add", "__sub__": "create_sub", "__mul__": "create_mul"}
+COMPARISONS = {
+    "__lt__": "create_icmpSLT",
+    "__le__": "create_icmpSLE",
+    "__gt__": "create_icmpSGT",
+    "__ge__": "create_icmpSGE",
+}
+
+Operator = Callable[..., Any]
 
 
-def remember_operands(interpreter: ModuleType, known: Known) -> None:
+def remember_operands(interpreter: ModuleType, known: Known) -> Operands:
     """Change the installed Triton in this process; `known` from `remember_types`."""
     semantic = interpreter.interpreter_semantic
     semantic.broadcast_impl_value = _broadcasting(interpreter, known)
-    semantic.binary_op_type_checking_impl = _Operands(interpreter, known).prepare
+    operands = Operands(interpreter, known)
+    semantic.binary_op_type_checking_impl = operands.prepare
+    return operands
 
 
 def _broadcasting(interpreter: ModuleType, known: Known) -> Callable[[Any, Any], Any]:
@@ -60,13 +72,14 @@ def _broadcasting(interpreter: ModuleType, known: Known) -> Callable[[Any, Any],
     return broadcast
 
 
-class _Operands:
+class Operands:
     """Makes two operands ready where there is nothing to decide: two integers of one type, a pointer and an offset, or
     a signed integer and a Python integer that it can hold. All others are left to Triton."""
 
     def __init__(self, interpreter: ModuleType, known: Known) -> None:
         core = interpreter.tl.core
         self._semantic, self._known = interpreter.interpreter_semantic, known
+        self._builder, self._constexpr, self._condition = interpreter.interpreter_builder, core.constexpr, core.int1
         self._original = self._semantic.binary_op_type_checking_impl
         self._tensor, self._pointer = core.tensor, core.pointer_type
         self._constants: dict[tuple[int, str, int], Any] = {}
@@ -84,6 +97,41 @@ class _Operands:
             if type(right) is tensor and _holds(right.dtype, left):
                 return self._constant(left, right), right
         return self._original(left, right, *options, **named)
+
+    def shorten(self, name: str, original: Operator) -> Operator:
+        """Return a shorter way to compute what `original` does, the operator `name` of a tensor; `original` itself if
+        there is none."""
+        method = ARITHMETIC.get(name) or COMPARISONS.get(name)
+        compute = getattr(self._builder, method, None) if method is not None else None
+        if compute is None:
+            return original
+        compares, builder, condition = name in COMPARISONS, self._builder, self._condition
+        make_tensor = self._tensor
+
+        def operate(left: Any, right: Any, **named: Any) -> Any:
+            of = left.dtype
+            pair = None
+            if of.name in SIGNED and not named and not builder.options.sanitize_overflow:
+                pair = self._pair(left, right)
+            if pair is None:
+                return original(left, right, **named)
+            type_ = pair[0].type
+            if compares:
+                type_ = type_.with_element_ty(condition) if type_.is_block() else condition
+            return make_tensor(compute(pair[0].handle, pair[1].handle), type_)
+
+        return operate
+
+    def _pair(self, left: Any, right: Any) -> tuple[Any, Any] | None:
+        """Return the operands as signed integers of the type of `left`; None for an operand that is something else."""
+        if type(right) is self._tensor:
+            if right.dtype is not left.dtype:
+                return None
+            ready: tuple[Any, Any] = self._semantic.broadcast_impl_value(left, right)
+            return ready
+        if type(right) is self._constexpr:
+            right = right.value
+        return (left, self._constant(right, left)) if _holds(left.dtype, right) else None
 
     def _are_ready(self, left: Any, right: Any, options: tuple[Any, ...]) -> bool:
         if left is right:
