@@ -8,6 +8,7 @@ capture and is missing from the replay.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,8 +32,9 @@ from dsa_verify.graphs.forbidden import (
     why_synchronising,
 )
 from dsa_verify.graphs.interpreter import prepare_interpreter
-from dsa_verify.graphs.known_results import key_of, known_results, remember
+from dsa_verify.graphs.known_results import PLAIN, key_of, known_results, remember
 from dsa_verify.graphs.memory import Pool, TensorTable
+from dsa_verify.graphs.without_dynamo import import_no_dynamo, mend_references
 
 aten = torch.ops.aten
 ALLOCATIONS = frozenset(
@@ -110,6 +112,7 @@ class EmulatedBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        mend_references()
         if device.type == "cpu":
             prepare_interpreter()
 
@@ -148,6 +151,7 @@ def _only_capture() -> Iterator[None]:
         _capture_in_progress = False
 
 
+@import_no_dynamo
 class Recorder(TorchDispatchMode):
     """Turns the operations of a body into nodes."""
 
@@ -230,16 +234,10 @@ class Recorder(TorchDispatchMode):
         return lifted
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        schema = func._schema
-        given = {a.name: value for a, value in zip(schema.arguments, args, strict=False)} | kwargs
-        written = {
-            name: given[argument.name]
-            for argument in schema.arguments
-            if argument.alias_info is not None and argument.alias_info.is_write and argument.name in given
-            for name in argument.alias_info.before_set
-        }
-        aliases = [bool(result.alias_info) for result in schema.returns]
-        if schema.returns and not written and (any(aliases) or not _returns_tensors(schema)):
+        facts = _facts_of(func)
+        given = dict(zip(facts.arguments, args, strict=False)) | kwargs
+        written = {alias: given[name] for name, alias in facts.written if name in given}
+        if facts.only_reads and not written:
             return func(*args, **kwargs)  # a view, or a question about metadata
         key = key_of(func, args, kwargs, self.device_type)
         expected = None if key is None else known_results.get(key)
@@ -248,9 +246,9 @@ class Recorder(TorchDispatchMode):
             remember(key, expected)
         results: list[Any] = []
         outputs: list[torch.Tensor | None] = []
-        for index, result in enumerate(schema.returns):
-            if aliases[index]:
-                results.append(written[next(iter(result.alias_info.before_set))])
+        for index, alias in enumerate(facts.results):
+            if alias is not None:
+                results.append(written[alias])
                 outputs.append(None)
             else:
                 fresh = pytree.tree_map_only(torch.Tensor, self.table.allocate, expected[index])
@@ -292,14 +290,48 @@ class Recorder(TorchDispatchMode):
         return (result,) if len(func._schema.returns) == 1 else tuple(result or ())
 
     def _freeze(self, value: Any, label: str) -> Any:
-        def replace(tensor: torch.Tensor) -> Slot:
-            return Slot(self.table.slot(tensor, label))
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            return Slot(self.table.slot(value, label))
+        if kind is tuple or kind is list:
+            return kind([self._freeze(item, label) for item in value])
+        if kind is dict:
+            return {name: self._freeze(item, label) for name, item in value.items()}
+        if kind in PLAIN:
+            return value
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: Slot(self.table.slot(tensor, label)), value)
 
-        return pytree.tree_map_only(torch.Tensor, replace, value)
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What the schema of an operation says. `written`: (argument, alias) of each that is written; `results`: the alias
+    of each result that is an argument, None for a fresh one; `only_reads`: unless an argument is written, the operation
+    makes views or answers a question."""
+
+    arguments: tuple[str, ...]
+    written: tuple[tuple[str, str], ...]
+    results: tuple[str | None, ...]
+    only_reads: bool
 
 
-def _returns_tensors(schema: Any) -> bool:
-    return any("Tensor" in str(result.type) for result in schema.returns)
+@functools.cache
+def _facts_of(func: Any) -> _Facts:
+    schema = func._schema
+    results = tuple(
+        next(iter(result.alias_info.before_set), "*") if result.alias_info else None for result in schema.returns
+    )
+    makes_tensors = any("Tensor" in str(result.type) for result in schema.returns)
+    return _Facts(
+        arguments=tuple(argument.name for argument in schema.arguments),
+        written=tuple(
+            (argument.name, alias)
+            for argument in schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for alias in argument.alias_info.before_set
+        ),
+        results=results,
+        only_reads=bool(results) and (any(alias is not None for alias in results) or not makes_tensors),
+    )
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsa_verify.base.errors import CaptureError, DeviceLost
+from dsa_verify.graphs.without_dynamo import import_no_dynamo
 
 READS_ON_THE_HOST = "it reads device memory on the host, which waits for the device"
 COPIES_HOST_DATA = "it copies host data to the device, which waits for the device"
@@ -89,6 +90,7 @@ class Watch(TorchFunctionMode):
         return device.type == self.device_type and not isinstance(data, torch.Tensor)
 
 
+@import_no_dynamo
 class AtenWatch(TorchDispatchMode):
     """Refuses through `watch` the ATen operations that would make the host wait."""
 

@@ -11,11 +11,14 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from dsa_verify.graphs.interpreter_operands import Operands, remember_operands
 from dsa_verify.graphs.interpreter_types import remember_types
+
+CORE = "triton.language.core"  # where the operators of a tensor are, unless somebody has replaced one
 
 
 @functools.cache
@@ -25,9 +28,10 @@ def prepare_interpreter() -> None:
 
     _keep_conditions_boolean(interpreter)
     _leave_out_overflow_checks(interpreter)
+    known = remember_types(interpreter)
+    operands = None if known is None else remember_operands(interpreter, known)
     if list(inspect.signature(getattr(interpreter, "_patch_lang", print)).parameters) == ["fn"]:
-        _patch_once_for_each_launch(interpreter)
-    remember_types(interpreter)
+        _patch_once_for_each_launch(interpreter, operands)
 
 
 def _keep_conditions_boolean(interpreter: ModuleType) -> None:
@@ -51,8 +55,7 @@ def _leave_out_overflow_checks(interpreter: ModuleType) -> None:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Change:
+class _Change(NamedTuple):
     """One attribute that a launch replaces, for as long as it runs."""
 
     owner: Any
@@ -60,16 +63,16 @@ class _Change:
     before: Any
     after: Any
 
-    def is_undone(self) -> bool:
-        return getattr(self.owner, self.name, None) is self.before
-
 
 class _Language:
     """The interpreted functions of `triton.language`, looked up once and set for each launch."""
 
-    def __init__(self, interpreter: ModuleType) -> None:
+    def __init__(self, interpreter: ModuleType, operands: Operands | None) -> None:
         language = interpreter.tl
+        self._operands = operands
         self._patch_lang: Callable[[Any], Any] = interpreter._patch_lang
+        self._semantic = interpreter.interpreter_semantic
+        self._marked_builtin = language.core.builtin(lambda: None).__code__
         self._all_names = SimpleNamespace(__globals__={"language": language, "core": language.core})
         self._changes: list[_Change] = []
         self._patched = False
@@ -79,23 +82,43 @@ class _Language:
         if self._patched:
             return _NothingToRestore()
         self._patched = True
-        if self._changes and all(change.is_undone() for change in self._changes):
-            for change in self._changes:
-                setattr(change.owner, change.name, change.after)
+        if self._changes and all(getattr(owner, name, None) is before for owner, name, before, _ in self._changes):
+            for owner, name, _, after in self._changes:
+                setattr(owner, name, after)
         else:
             self._changes = self._look_up()
         return self
 
     def restore(self) -> None:
         self._patched = False
-        for change in self._changes:
-            setattr(change.owner, change.name, change.before)
+        for owner, name, before, _ in self._changes:
+            setattr(owner, name, before)
 
     def _look_up(self) -> list[_Change]:
         before: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         for owner, name, value in self._patch_lang(self._all_names)._changes:
             before.setdefault((id(owner), name), (owner, name, value))
-        return [_Change(owner, name, value, vars(owner)[name]) for owner, name, value in before.values()]
+        changes = [
+            _Change(owner, name, value, self._direct(name, vars(owner)[name])) for owner, name, value in before.values()
+        ]
+        for owner, name, _, after in changes:
+            setattr(owner, name, after)
+        return changes
+
+    def _direct(self, name: str, interpreted: Any) -> Any:
+        """Return the function in `interpreted` without two more around it: one that gives it the interpreter, and one
+        that sees whether it was given. Of another release of Triton, or of what is no builtin, `interpreted` itself."""
+        builtin: Any = (getattr(interpreted, "__kwdefaults__", None) or {}).get("member")
+        if getattr(builtin, "__code__", None) is not self._marked_builtin:
+            return interpreted
+        function, semantic = builtin.__wrapped__, self._semantic
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        is_an_operator = (function.__module__, function.__qualname__) == (CORE, f"tensor.{name}")
+        return call if self._operands is None or not is_an_operator else self._operands.shorten(name, call)
 
 
 class _NothingToRestore:
@@ -103,7 +126,7 @@ class _NothingToRestore:
         """Leave `triton.language` to the launch that patched it."""
 
 
-def _patch_once_for_each_launch(interpreter: ModuleType) -> None:
+def _patch_once_for_each_launch(interpreter: ModuleType, operands: Operands | None) -> None:
     """A launch replaces the functions of `triton.language` by interpreted ones and puts them back at its end. It
     searched the whole namespace for them each time, and so did each call of a device function inside it."""
-    vars(interpreter)["_patch_lang"] = _Language(interpreter).patch
+    vars(interpreter)["_patch_lang"] = _Language(interpreter, operands).patch

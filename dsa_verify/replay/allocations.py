@@ -10,7 +10,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dsa_verify.graphs.without_dynamo import import_no_dynamo
 
+
+@import_no_dynamo
 class Allocations(TorchDispatchMode):
     """Notes every new storage while it is active."""
 

@@ -297,7 +297,8 @@ class _Columns:
             (Length.LONG, self.geometry.context - self._below(Stream.NARROW, _CLOSE)),
             (Length.SHORTEST, shortest),
         ):
-            lengths = self._where(kind == which, values, lengths)
+            # Of an enumeration NumPy asks for attributes in Python, and loses an interrupt that arrives meanwhile.
+            lengths = self._where(kind == int(which), values, lengths)
         lengths = self._clipped(lengths, shortest)
         return self._where(self._undefined(lengths) & (self.batch_row == 0), 1, lengths)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import Counter
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -103,6 +105,25 @@ def test_every_spec_is_within_the_contract(
         assert any(row != origin for round_ in rounds for row, origin, _ in round_.prefixes)
     columns = expand_columns(drawn, SYSTEMS[system], geometry)
     assert columns["seq_lens"].shape == (len(drawn), max(spec.bucket for spec in drawn))
+
+
+def test_numpy_is_given_no_enumeration() -> None:
+    """It would ask one for attributes that it does not have, in Python, and lose an interrupt that arrives then."""
+    asked: list[str] = []
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_name == "__getattr__" and "name" in frame.f_locals:
+            name = frame.f_locals["name"]
+            asked.extend([name] if name.startswith("__array") else [])
+
+    system, geometry = SYSTEMS["draft_extend"], Geometry.resolve("tiny", {"draft_tokens": 3})
+    drawn = [spec_at(11, i, system, geometry, (4, 2)) for i in range(20)]
+    sys.setprofile(look)
+    try:
+        expand_columns(drawn, system, geometry)
+    finally:
+        sys.setprofile(None)
+    assert asked == []
 
 
 def test_hot_entries_are_as_many_as_the_spec_says_and_anywhere() -> None:

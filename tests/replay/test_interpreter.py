@@ -98,3 +98,55 @@ def test_types_of_one_shape_share_it_and_what_is_no_shape_is_refused_every_time(
         for _ in range(2):
             with pytest.raises((TypeError, ValueError), match="Shape element 0"):
                 tl.block_type(tl.int32, wrong)
+
+
+@triton.jit
+def _operations(source, wide, out, count, ROWS: tl.constexpr, LANES: tl.constexpr):
+    row, lane = tl.arange(0, ROWS)[:, None], tl.arange(0, LANES)[None, :]
+    value = tl.load(source + lane)  # int32, and `wide` int64
+    of_both = 0 + value + tl.load(wide + row)
+    table = (of_both * 3 - row + (-(2**31))) // 7 + (5 - value) % 4
+    table = tl.where((lane < count) & (row >= 1) & (lane != 2), table, -1)
+    tl.store(out + (row * LANES + lane), table)
+    tl.store(out + ROWS * LANES, tl.sum(tl.sum(value.to(tl.uint32) + 1, axis=1), axis=0) + count)
+
+
+def test_operands_of_all_types_and_shapes_give_what_they_give_in_torch() -> None:
+    for count in (3, 2, 3):
+        source = torch.tensor([4, -7, 2**31 - 1, -(2**31)], dtype=torch.int32)
+        wide = torch.tensor([9, -(2**40)], dtype=torch.int64)
+        out = torch.zeros(9, dtype=torch.int64)
+        _operations[(1,)](source, wide, out, count, ROWS=2, LANES=4)
+        row, lane = torch.arange(2)[:, None], torch.arange(4)[None, :]
+        sums = (source + wide[:, None]) * 3 - row - 2**31
+        wrapped = (5 - source.long() + 2**31) % 2**32 - 2**31  # int32, where 5 - value does not fit
+        table = torch.div(sums, 7, rounding_mode="trunc") + torch.fmod(wrapped, 4)
+        table = torch.where((lane < count) & (row >= 1) & (lane != 2), table, -1)
+        total = int(((source.long() % 2**32) + 1).sum()) % 2**32 + count
+        assert out.tolist() == [*table.flatten().tolist(), total]
+
+
+@triton.jit
+def _out_of_range(out, VALUE: tl.constexpr, UNSIGNED: tl.constexpr):
+    value = tl.load(out + tl.arange(0, 4))
+    if UNSIGNED:
+        value = value.to(tl.uint32)
+    tl.store(out + tl.arange(0, 4), (value + VALUE).to(tl.int32))
+
+
+@triton.jit
+def _ill_matched(out):
+    tl.store(out + tl.arange(0, 4), tl.arange(0, 4) + tl.arange(0, 8))
+
+
+def test_operands_that_do_not_fit_are_refused_every_time() -> None:
+    out = torch.zeros(8, dtype=torch.int32)
+    for _ in range(2):
+        with pytest.raises(Exception, match="2147483648 is out of range"):
+            _out_of_range[(1,)](out, VALUE=2**31, UNSIGNED=False)
+        with pytest.raises(Exception, match="negative scalar"):
+            _out_of_range[(1,)](out, VALUE=-1, UNSIGNED=True)
+        with pytest.raises(Exception, match="incompatible dimensions"):
+            _ill_matched[(1,)](out)
+    _out_of_range[(1,)](out, VALUE=2**31 - 1, UNSIGNED=False)
+    assert out.tolist() == [2**31 - 1] * 4 + [0] * 4

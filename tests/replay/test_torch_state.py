@@ -16,6 +16,7 @@ from dsa_verify.contract.finding import Diagnosis, Finding
 from dsa_verify.contract.geometry import Geometry
 from dsa_verify.contract.round import Round
 from dsa_verify.contract.subject import Buffers, Inputs
+from dsa_verify.graphs.without_dynamo import import_no_dynamo
 from dsa_verify.rounds.case_file import read_case
 from dsa_verify.run.verify import Counts, verify_rounds
 
@@ -27,6 +28,7 @@ class Asks(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@import_no_dynamo
 class Looks(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
