@@ -197,7 +197,11 @@ class DsaOverlays(Replays):
             return
         case = f"; replay it: dsa-verify replay {line['case']}" if line.get("case") else ""
         if line["kind"] == "could not run":
-            self.report.say(f"overlay: a check could not run (replay {line['replay']}): {line['reason']}")
+            text = f"a check could not run (replay {line['replay']}): {line['reason']}"
+            if self.report.settings.strict:
+                self.found(text)
+            else:
+                self.report.say(f"overlay: {text}")
         else:
             self.found(f"{line['sentence']} (replay {line['replay']}, bucket {line['bucket']}){case}")
 
@@ -215,6 +219,7 @@ class DsaCapture(Replays):
 
     def __init__(self, report: Report):
         super().__init__("capture", report)
+        report.settings.folder.mkdir(parents=True, exist_ok=True)  # so that a file can be put there that asks
         self._asked: float | None = self._asks()  # what was asked before this server started is not for it
         self._to_snapshot: set[int] = set()
         self._snapshots = 0
