@@ -49,7 +49,7 @@ class SGLang:
         self._register_all()
 
     def _register_all(self) -> None:
-        registered = [self._register(*DSA, PREPARE, self._around_prepare, self._parts())]
+        registered = [self._register(*DSA, PREPARE, self._around_dsa, self._parts())]
         if self._guard is not None:
             for backend in (DSA_STEPS, V4):
                 self._register(*backend, PREPARE, self._around_prepare, [])
@@ -87,6 +87,10 @@ class SGLang:
         result = original(*args, **kwargs)
         if self._guard is not None:
             self._guard.call(self._note_prepared, *args, **kwargs)
+        return result
+
+    def _around_dsa(self, original: Hook, *args: Any, **kwargs: Any) -> Any:
+        result = self._around_prepare(original, *args, **kwargs)
         for part in self._replayed:
             part.call(part.prepared, *args, **kwargs)
         return result

@@ -47,14 +47,14 @@ def installed(folder: Path) -> Path:
     return folder
 
 
-def serve(
-    script: Path, arguments: Sequence[str], tmp_path: Path, *, path: Sequence[str] = (), **environment: str
-) -> Served:
-    """Run `script` in `tmp_path`, where findings go to the folder `found`; `path` comes first on PYTHONPATH."""
-    places = [*path, str(MINI), str(installed(tmp_path / "site")), str(ROOT), str(ROOT / "tests" / "support")]
+def serve(script: Path, arguments: Sequence[str], tmp_path: Path, *, real: bool = False, **environment: str) -> Served:
+    """Run `script` in `tmp_path`, where findings go to the folder `found`. `real`: with the engines that this process
+    can import, instead of those in miniature."""
+    engines = sys.path if real else [str(MINI)]
+    places = [*engines, str(installed(tmp_path / "site")), str(ROOT), str(ROOT / "tests" / "support")]
     places.append(str(ROOT / "examples"))
     usual = {key: value for key, value in os.environ.items() if not key.startswith(("DSA_VERIFY", "PYTEST"))}
-    usual |= {"PYTHONPATH": os.pathsep.join(places), "TRITON_INTERPRET": "1", "DSA_VERIFY_DIR": "found", **environment}
+    usual |= {"PYTHONPATH": os.pathsep.join(places), "DSA_VERIFY_DIR": "found", **environment}
     done = subprocess.run(
         [sys.executable, str(script), *arguments], cwd=tmp_path, env=usual, capture_output=True, text=True, timeout=300
     )

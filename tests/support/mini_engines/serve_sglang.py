@@ -1,6 +1,6 @@
 """Serves a few steps as SGLang's scheduler process would, with classes of its names, and says how it ended.
 
-    python serve_sglang.py [clean | rebound | wrong | raises | dump] [STEPS]
+python serve_sglang.py [clean | rebound | wrong | raises | dump] [STEPS]
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 import enum
 import functools
 import pkgutil
+from typing import ClassVar
 
 
 class HookType(enum.Enum):
@@ -10,7 +11,7 @@ class HookType(enum.Enum):
 
 
 class HookRegistry:
-    registered: list = []
+    registered: ClassVar[list] = []
 
     @classmethod
     def register(cls, target, hook, hook_type):
