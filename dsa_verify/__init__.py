@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from dsa_verify.metadata_guard.guard import MetadataGuard, guard
     from dsa_verify.overlay.overlay import NullOverlay, Overlay
     from dsa_verify.overlay.ring import CaptureRing
+    from dsa_verify.overlay.snapshot_file import write_snapshot
     from dsa_verify.pytest_plugin.fixture import DsaFixture
     from dsa_verify.rounds.case_file import read_case
     from dsa_verify.rounds.matrix import diagnostic_matrix
@@ -106,6 +107,7 @@ _NAMES: Final = {
     "dsa_verify.metadata_guard.guard": ["MetadataGuard", "guard"],
     "dsa_verify.overlay.overlay": ["NullOverlay", "Overlay"],
     "dsa_verify.overlay.ring": ["CaptureRing"],
+    "dsa_verify.overlay.snapshot_file": ["write_snapshot"],
     "dsa_verify.pytest_plugin.fixture": ["DsaFixture"],
     "dsa_verify.rounds.case_file": ["read_case"],
     "dsa_verify.rounds.matrix": ["diagnostic_matrix"],
@@ -183,6 +185,7 @@ __all__ = [
     "open_backend",
     "read_case",
     "replays_like_eager",
+    "write_snapshot",
 ]
 
 

@@ -5,6 +5,7 @@ looked at before it is opened, and before anything heavy is imported: a pipe wou
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
@@ -37,6 +38,15 @@ def check_case(name: str | Path) -> Path:
             "give the path of a JSON text, or split the case"
         )
     return path
+
+
+def holds_rounds(path: Path) -> bool:
+    """Return whether `path` is a case rather than anything else; whoever reads it says what is wrong with it."""
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and "rounds" in data
 
 
 def cannot_be_read(path: Path, reason: str | None) -> UsageError:

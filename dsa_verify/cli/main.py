@@ -1,4 +1,4 @@
-"""The command line: `replay`, `fuzz`, `campaign`, `new`, `doctor`, `subjects` and `faults`.
+"""The command line: `replay`, `judge`, `fuzz`, `campaign`, `new`, `doctor`, `subjects` and `faults`.
 
 This module imports nothing heavy, so that `--help` answers at once; each command imports what it needs. Results are
 written even when a run is cut short, and every way to end has an exit status of its own (errors.py).
@@ -18,7 +18,7 @@ import click
 
 from dsa_verify.base import errors
 from dsa_verify.base.exit_status import exit_status, in_a_line, is_expected
-from dsa_verify.base.small_file import check_case
+from dsa_verify.base.small_file import check_case, holds_rounds
 from dsa_verify.base.version import own_version
 from dsa_verify.base.writable import check_file, check_folder
 from dsa_verify.report.streams import lasting_streams
@@ -147,8 +147,9 @@ _shape_options = _options(
         help="Set a field of the geometry (repeatable).",
     ),
 )
+_json_option = click.option("--json", "json_path", type=_FILE, help="Write the results to this file as JSON.")
 _output_options = _options(
-    click.option("--json", "json_path", type=_FILE, help="Write the results to this file as JSON."),
+    _json_option,
     click.option(
         "--findings",
         "folder",
@@ -211,6 +212,25 @@ def replay(timeout_s: float, **options: Any) -> None:
     The matrix has 16 configurations for each system, each of 17 rounds (padded: 68).
     """
     _run("replay", timeout_s, options)
+
+
+@cli.command(epilog=STATUSES)
+@click.argument("snapshot", type=_CASE)
+@_json_option
+@click.pass_context
+def judge(context: click.Context, snapshot: Path, json_path: Path | None) -> None:
+    """Say what is wrong with SNAPSHOT, the metadata and inputs of one step of a server.
+
+    SNAPSHOT is JSON or safetensors (docs/judge.md). It is judged on the CPU, and nothing is replayed. A case, such as a
+    capture ring dumps, is replayed instead, as `replay` does.
+    """
+    if holds_rounds(snapshot):
+        context.invoke(replay, cases=(snapshot,), json_path=json_path)
+        return
+    _choose_device("cpu")
+    from dsa_verify.cli.judge import Options, run
+
+    _end(run(Options(snapshot=snapshot, json_path=json_path)))
 
 
 @cli.command(epilog=STATUSES)

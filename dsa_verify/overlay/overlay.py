@@ -17,7 +17,7 @@ import dataclasses
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -88,7 +88,7 @@ class Overlay:
         self._cases: list[str] = []
         self._lock = threading.Lock()
         self._summary: Summary | None = None
-        self._log = LineLog(setup.path)
+        self._log = LineLog(setup.path, setup.on_line)
         self._log.write({"kind": "attached", **setup.to_dict()}, always=True)
 
     @classmethod
@@ -111,6 +111,7 @@ class Overlay:
         subject: str | None = None,
         prepare_on_demand: bool = True,
         max_bytes: int = MAX_BUCKET_BYTES,
+        on_line: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> Overlay:
         """Return an overlay that checks one in `every` replays until it has checked `first` (None: for ever).
 
@@ -123,7 +124,8 @@ class Overlay:
         pad values (contract 0.2). `keep_rounds`: checked rounds, of buckets up to `widest` (by default the first that
         is prepared), of which a difference makes a case (0: none); in it the server's pipeline is called `subject`.
         `prepare_on_demand`: whether the first check of a bucket may prepare it, which waits; otherwise it could not
-        run. `max_bytes`: device memory of one bucket.
+        run. `max_bytes`: device memory of one bucket. `on_line(line)` is told of each line that is written, by whoever
+        calls `poll` or `close`.
 
         Lines and cases go to `directory`. UsageError for an argument that is wrong.
         """
@@ -153,6 +155,7 @@ class Overlay:
                 subject=subject,
                 prepare_on_demand=prepare_on_demand,
                 max_bytes=max_bytes,
+                on_line=on_line,
             )
         )
 

@@ -39,6 +39,7 @@ class Setup:
     subject: str | None
     prepare_on_demand: bool
     max_bytes: int
+    on_line: Callable[[Mapping[str, Any]], None] | None = None
 
     @property
     def path(self) -> Path:

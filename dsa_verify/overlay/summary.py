@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -115,12 +115,13 @@ class Reasons:
 
 
 class LineLog:
-    """Appends JSON objects to a file, a line each, MAX_LINES of them at most; `always` counts for nothing."""
+    """Appends JSON objects to a file, a line each, MAX_LINES of them at most; `always` counts for nothing. `on_line` is
+    told of each object that was written."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, on_line: Callable[[Mapping[str, Any]], None] | None = None):
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.left_out = path, 0
-        self._lines = 0
+        self._lines, self._on_line = 0, on_line
 
     def write(self, line: Mapping[str, Any], *, always: bool = False) -> None:
         if not always and self._lines >= MAX_LINES:
@@ -129,3 +130,5 @@ class LineLog:
         self._lines += 1
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+        if self._on_line is not None:
+            self._on_line(line)
