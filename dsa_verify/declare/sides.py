@@ -106,9 +106,9 @@ class Reference(_Side):
             (port, buffers[live_rows_name(port.name)]) for port in self._declared.outs if port.declared.live is not None
         ]
         self._laws = [buffers[name] for name in self._declared.laws]
-        self._sometimes = {
-            name: torch.zeros((), dtype=torch.bool, device=inputs.seq_lens.device) for name in self._declared.sometimes
-        }
+        # A rule under which nothing is ever read would make anything right.
+        names = (*self._declared.sometimes, *(_read(port) for port, _ in self._bounds))
+        self._occurred = {name: torch.zeros((), dtype=torch.bool, device=inputs.seq_lens.device) for name in names}
         check_reference(self, self._declared, buffers)
 
     def before_replay(self) -> None:
@@ -118,19 +118,25 @@ class Reference(_Side):
         super().in_graph()
         for port, bounds in self._bounds:
             bounds.copy_(_live(self._declared, port, self.sizes, self._inputs, bounds))
+            self._occurred[_read(port)].logical_or_((bounds > 0).any())
         for holds in self._laws:
             holds.fill_(1)
-        for name, seen in self._sometimes.items():
-            seen.logical_or_(self._declared.sometimes[name](self.sizes, self._inputs).any())
+        for name, occurs in self._declared.sometimes.items():
+            self._occurred[name].logical_or_(occurs(self.sizes, self._inputs).any())
 
     def forget(self) -> None:
         """Forget what has occurred."""
-        for seen in self._sometimes.values():
+        for seen in self._occurred.values():
             seen.zero_()
 
     def occurred(self) -> dict[str, bool]:
         """Return by what must occur, whether it has; synchronises."""
-        return {name: bool(seen) for name, seen in self._sometimes.items()}
+        return {name: bool(seen) for name, seen in self._occurred.items()}
+
+
+def _read(port: Port) -> str:
+    """Return what must occur of an output with a live rule."""
+    return f"something of {port.name} is read"
 
 
 def _live(declared: Declared, port: Port, sizes: Sizes, inputs: SimpleNamespace, bounds: torch.Tensor) -> torch.Tensor:

@@ -90,7 +90,8 @@ def _missing_zero(facts: Facts) -> str:
 def _sum_off(facts: Facts) -> str:
     if facts["first"]:
         return f"the sum is off by {facts['off']:+d}{_missing_zero(facts)}"
-    return f"the sum is off by {facts['off']:+d}; it is the first wrong element, so the row before it is miscounted"
+    off = f"the sum is off by {facts['off']:+d}"
+    return f"{off}; it is the first wrong element, so its step from the one before is off by as much"
 
 
 def _as_at_capture(facts: Facts) -> str:

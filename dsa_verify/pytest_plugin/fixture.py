@@ -212,7 +212,7 @@ class DsaFixture:
             ]
             self.rounds_checked += run.counts.rounds_checked
             session.on_run(run)
-        if run.findings or run.gone or not run.counts.rounds_checked:
+        if run.findings or run.gone or run.counts.missing or not run.counts.rounds_checked:
             pytest.fail(failure_text(run), pytrace=False)
         return run
 
@@ -239,6 +239,9 @@ def failure_text(run: RunResult) -> str:
     """Return what a failing test prints: a head line, each waiver that is gone, each finding with case and command."""
     head = f"{run.system}, subject {run.subject}, on {run.device}"
     rounds = run.counts.rounds_checked
+    if run.counts.missing and not run.findings and not run.gone:
+        never = ", ".join(run.counts.missing)
+        return f"{head}: what must occur has not: {never}; give it other batches or more rounds"
     if not run.findings and not run.gone:
         return f"{head}: no round was checked, so nothing is verified; give it a case that has rounds"
     stopped = "; the configurations after it were not run" if run.stopped_early else ""

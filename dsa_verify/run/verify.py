@@ -71,8 +71,8 @@ class Counts:
 
     def add(self, other: Counts) -> None:
         for field in dataclasses.fields(self):
-            if field.type == "int":
-                setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+            if isinstance(value := getattr(self, field.name), int):
+                setattr(self, field.name, value + getattr(other, field.name))
         self.eager_oracle = self.eager_oracle or other.eager_oracle
         for name, has in other.occurred.items():
             self.occurred[name] = has or self.occurred.get(name, False)
@@ -137,7 +137,7 @@ def verify_rounds(
         raise DeviceLost(f"{lost_in}{_rounds_kept(setup.scenario(rounds, found=lost_in), folder)}") from lost
     finally:
         if replayer is not None:
-            _count(replayer, counts, waivers_due=waivers_due and ended)
+            _count(replayer, counts, waivers_due=waivers_due and ended, must_occur=waivers_due)
     if replayer is not None:
         with translate_out_of_memory():
             require_sight(replayer)
@@ -237,7 +237,7 @@ def _seen_in(round_: int | None, findings: Sequence[Finding]) -> list[Finding]:
     return [dataclasses.replace(finding, seen_in_round=round_) for finding in findings]
 
 
-def _count(replayer: Replayer, counts: Counts, *, waivers_due: bool) -> None:
+def _count(replayer: Replayer, counts: Counts, *, waivers_due: bool, must_occur: bool) -> None:
     counts.replays += replayer.rounds_run
     counts.address_changes += len(replayer.address_changes)
     counts.compilations_after_warmup += len(replayer.compilations)
@@ -249,7 +249,8 @@ def _count(replayer: Replayer, counts: Counts, *, waivers_due: bool) -> None:
             counts.mismatches += seen.tally.count(Kind.FIELD, Kind.WIDER_BUCKET, Kind.INPUT)
             counts.guard_hits += seen.tally.count(Kind.GUARD)
             _count_waived(replayer, bucket, seen, counts, waivers_due)
-            counts.add(Counts(occurred=dict(seen.occurred), eager_oracle=seen.eager_oracle))
+            occurred = dict(seen.occurred) if must_occur else {}
+            counts.add(Counts(occurred=occurred, eager_oracle=seen.eager_oracle))
 
 
 def _count_waived(replayer: Replayer, bucket: int, seen: BucketSeen, counts: Counts, waivers_due: bool) -> None:

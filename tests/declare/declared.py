@@ -133,3 +133,9 @@ class OtherShape(ReadsOnTheHost):
     """An input of it is not made in the form that it is declared in."""
 
     more = In("int64[B, 2]", Derived(lambda sizes, i: i.lens))
+
+
+class NothingLive(ReadsOnTheHost):
+    """Its live rule lets nobody read anything."""
+
+    same = Out("int64[B]", live=lambda sizes, i: i.lens * 0)

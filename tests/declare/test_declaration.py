@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from declared import Everything, LeavesSome, LiveOnTheHost, OtherShape, Random, ReadsOnTheHost, Unmet
+from declared import Everything, LeavesSome, LiveOnTheHost, NothingLive, OtherShape, Random, ReadsOnTheHost, Unmet
 from support import backend
 
 from dsa_verify import Count, In, Length, Metadata, Out, PageTable, RequestRow, Uniform
 from dsa_verify.base.errors import STATUS_EQUAL, STATUS_MISMATCH, STATUS_NOTHING_VERIFIED, UsageError
 from dsa_verify.contract.layout import Row
+from dsa_verify.contract.round import Round, Scenario
 from dsa_verify.rounds.matrix import diagnostic_matrix
 from dsa_verify.run.runner import Runner, RunResult, new_result, status_of
 from dsa_verify.systems import catalogue
@@ -38,7 +39,7 @@ def run(declaration: type[Metadata], subject: str | None = None, *, keep_going: 
 def test_all_that_can_be_declared_is_judged_equal() -> None:
     result = run(Everything)
     assert (status_of([result]), result.findings) == (STATUS_EQUAL, [])
-    assert result.counts.occurred == {"a length past the top-k": True}
+    assert result.counts.occurred == {"a length past the top-k": True, "something of some is read": True}
 
 
 def test_rows_follow_from_the_first_dimension() -> None:
@@ -72,6 +73,26 @@ def test_a_run_without_what_must_occur_proves_nothing() -> None:
     result = run(Unmet)
     assert status_of([result]) == STATUS_NOTHING_VERIFIED
     assert result.counts.missing == ["a negative length"]
+
+
+def test_a_case_need_not_show_what_must_occur() -> None:
+    system = catalogue.get_system(catalogue.known_as(Unmet))
+    round_ = Round(bucket=1, seq_lens=(3,), requests=(1,))
+    case = Scenario(system=system.name, geometry=system.geometry("tiny"), buckets=(1,), rounds=(round_,))
+    result = new_result(system.name, None, backend())
+    Runner(backend=backend(), folder=None).case(case, None, result)
+    assert (status_of([result]), result.counts.missing) == (STATUS_EQUAL, [])
+
+
+def test_a_test_without_what_must_occur_fails(dsa: Any) -> None:
+    with pytest.raises(pytest.fail.Exception, match="what must occur has not: a negative length; give it other"):
+        dsa.verify(Unmet)
+
+
+def test_a_live_rule_that_covers_nothing_proves_nothing() -> None:
+    result = run(NothingLive)
+    assert status_of([result]) == STATUS_NOTHING_VERIFIED
+    assert result.counts.missing == ["something of same is read"]
 
 
 def test_a_reference_that_cannot_be_captured_runs_eagerly_and_the_result_says_so() -> None:

@@ -379,6 +379,9 @@ def test_a_wrong_sum_says_by_how_much():
     assert "the sum is off by -13" in sentence
 
 
+STEP = "it is the first wrong element, so its step from the one before is off by as much"
+
+
 @pytest.mark.parametrize(
     "got, ends",
     [
@@ -387,9 +390,9 @@ def test_a_wrong_sum_says_by_how_much():
             "each element is the one that belongs after it: shifted by one; the 0 that a sum begins with is missing",
         ),
         ([3, 24, 61, 66], "the sum is off by +3; the 0 that a sum begins with is missing"),
-        ([0, 24, 66, 66], "the sum is off by +5; it is the first wrong element, so the row before it is miscounted"),
+        ([0, 24, 66, 66], f"the sum is off by +5; {STEP}"),
         ([0, 0, 24, 61], "each element is the one that belongs before it: shifted by one"),
-        ([0, 24, 60, 65], "the sum is off by -1; it is the first wrong element, so the row before it is miscounted"),
+        ([0, 24, 60, 65], f"the sum is off by -1; {STEP}"),
     ],
 )
 def test_a_sum_that_is_shifted_says_so(got: list[int], ends: str):
